@@ -1,19 +1,23 @@
-"""MiniLM's shape with random weights, through the gateway's gRPC interface, beside ONNX Runtime. `make bench-embed`.
+"""MiniLM's shape with random weights beside ONNX Runtime, engine by engine and server by server. `make bench-embed`.
 
     python -m bench.mesh.embed [queries] [--json FILE]
 
-Everything runs here, on two threads, in rounds that alternate; the best of three counts. Texts have the lengths of
-search queries: a median of 8 tokens, a few up to 40. ONNX Runtime is called in this process with texts that are tokens
-already: one at a time, and in padded batches of 32. Weft gets the same tokens over gRPC, from 1 and from 32 clients.
+Everything runs here, on two threads, in rounds that alternate; the best of three counts. Texts are tokens of the
+lengths of search queries: a median of 8, a few up to 40. The engines are called in this process: with one text at a
+time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's whole mesh and ONNX Runtime in
+one process behind a plain gRPC server (`onnx_server.py`); both get the same calls from 1 and from 32 clients.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +27,21 @@ from grpc import aio
 from transformers import BertConfig, BertModel
 
 from bench import table
-from bench.mesh.processes import Up, processor_s, up
+from bench.mesh.onnx_server import Texts, encoder
+from bench.mesh.processes import up
 from bench.table import Figure
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
+from services.worker.build.choose import resolve_engine
+from services.worker.build.encoders.assemble import build_encoder
+from services.worker.options import EngineOptions
+from services.worker.runners.base import TextTokens
 from weft.launch import demo_model
 
 ROUNDS = 3
 THREADS = 2
-TEXTS = 256
+TEXTS, SERVED = 256, 4
+"""Texts of a round, and how often the servers get them."""
 CLIENTS = 32
 _SHAPE: Mapping[str, Any] = {
     "hidden_size": 384,
@@ -40,7 +50,6 @@ _SHAPE: Mapping[str, Any] = {
     "num_attention_heads": 12,
     "vocab_size": 30522,
 }
-Texts = Sequence[Sequence[int]]
 
 
 def queries(count: int = TEXTS) -> list[list[int]]:
@@ -60,9 +69,8 @@ def make_model(folder: Path) -> Any:
     return model
 
 
-def onnx_session(model: Any, folder: Path) -> Callable[[Texts], Any]:
-    """Token ids of texts -> their mean vectors, by ONNX Runtime; the texts are padded to one length."""
-    import onnxruntime
+def export(model: Any, file: Path) -> None:
+    """Write the network as ONNX."""
 
     class Hidden(torch.nn.Module):
         def __init__(self) -> None:
@@ -75,7 +83,6 @@ def onnx_session(model: Any, folder: Path) -> Callable[[Texts], Any]:
     ids = torch.ones(3, 8, dtype=torch.int64)
     ids[0, 5:] = 0  # Inputs of one tensor, or a mask without padding, would be left out.
     shapes = {name: {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)} for name in ("ids", "mask")}
-    file = folder / "model.onnx"
     torch.onnx.export(
         Hidden().eval(),
         (ids, ids.clone()),
@@ -85,21 +92,31 @@ def onnx_session(model: Any, folder: Path) -> Callable[[Texts], Any]:
         dynamo=True,
         verbose=False,
     )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # Its threads sleep while Weft runs.
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+
+def weft_engine(folder: Path) -> Callable[[Texts], Any]:
+    """Token ids of texts -> their vectors, by Weft's engine in this process."""
+    options = EngineOptions.model_validate({"engine": "torch", "threads": THREADS})
+    runner: Any = build_encoder(folder, resolve_engine(options, encodes=True), lambda *_: None).engine.runner
 
     def encode(texts: Texts) -> Any:
-        longest = max(map(len, texts))
-        ids = np.zeros((len(texts), longest), np.int64)
-        mask = np.zeros_like(ids)
-        for place, text in enumerate(texts):
-            ids[place, : len(text)], mask[place, : len(text)] = text, 1
-        (hidden,) = session.run(None, {"ids": ids, "mask": mask})
-        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+        return runner.collect(runner.launch([TextTokens(array("i", text)) for text in texts]))
 
     return encode
+
+
+@contextlib.asynccontextmanager
+async def onnx_server(file: Path) -> AsyncIterator[str]:
+    """host:port of ONNX Runtime behind a gRPC server."""
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-m", "bench.mesh.onnx_server", str(file), str(THREADS))
+    child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert child.stdout is not None, child
+    try:
+        yield f"127.0.0.1:{int(await child.stdout.readline())}"
+    finally:
+        child.kill()
+        await child.wait()
 
 
 async def embed(stub: Any, text: Sequence[int]) -> Sequence[float]:
@@ -121,50 +138,60 @@ async def from_clients(stub: Any, texts: Texts, clients: int) -> None:
     await asyncio.gather(*(client(texts[number::clients]) for number in range(clients)))
 
 
-async def _timed(mesh: Up, stub: Any, texts: Texts, clients: int) -> tuple[float, float]:
-    """Seconds of the clock, and of the worker's processor."""
-    began, used = time.perf_counter(), processor_s(mesh.pid("worker-1"))
-    await from_clients(stub, texts, clients)
-    return time.perf_counter() - began, processor_s(mesh.pid("worker-1")) - used
-
-
-def _theirs(encode: Callable[[Texts], Any], texts: Texts, batch: int) -> tuple[float, float]:
-    began, used = time.perf_counter(), time.process_time()
+def _alone(encode: Callable[[Texts], Any], texts: Texts, batch: int) -> float:
+    """Seconds of a text."""
+    began = time.perf_counter()
     for start in range(0, len(texts), batch):
         encode(texts[start : start + batch])
-    return time.perf_counter() - began, time.process_time() - used
+    return (time.perf_counter() - began) / len(texts)
+
+
+async def _served(stub: Any, texts: Texts, clients: int) -> float:
+    """Seconds of a text."""
+    began = time.perf_counter()
+    await from_clients(stub, texts, clients)
+    return (time.perf_counter() - began) / len(texts)
 
 
 async def measure_queries() -> list[Figure]:
     """All figures, in rounds that alternate between Weft and ONNX Runtime."""
-    texts = queries()
-    times: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="weft-embed-") as home:
-        folder = Path(home) / "minilm"
-        encode = onnx_session(make_model(folder), Path(home))
-        settings = {"WEFT_THREADS": str(THREADS)}
-        async with up(settings, model=str(folder)) as mesh, aio.insecure_channel(mesh.gateways[0]) as channel:
-            stub: Any = stubs.InferenceStub(channel)
-            for text in texts[:8]:
-                np.testing.assert_allclose(await embed(stub, text), encode([text])[0], atol=1e-4)
-            for _ in range(ROUNDS):
-                for clients in (1, CLIENTS):
-                    some = texts if clients > 1 else texts[: TEXTS // 4]
-                    ours, theirs = await _timed(mesh, stub, some, clients), _theirs(encode, some, clients)
-                    for name, (wall_s, used_s) in (("ours", ours), ("theirs", theirs)):
-                        times.setdefault((name, clients), []).append((wall_s / len(some), used_s / len(some)))
-    return [figure for clients in (1, CLIENTS) for figure in _figures(times, clients)]
-
-
-def _figures(times: dict[tuple[str, int], list[tuple[float, float]]], clients: int) -> list[Figure]:
-    best = {name: [min(column) for column in zip(*times[name, clients], strict=True)] for name in ("ours", "theirs")}
-    batch = "one at a time" if clients == 1 else f"padded batches of {clients}"
+    texts, times = queries(), dict[tuple[str, int, str], list[float]]()
+    async with contextlib.AsyncExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-embed-")))
+        folder, file = home / "minilm", home / "model.onnx"
+        export(make_model(folder), file)
+        engines = {"Weft": weft_engine(folder), "ONNX Runtime": encoder(str(file), THREADS)}
+        mesh = await stack.enter_async_context(up({}, model=str(folder)))
+        addresses = {"Weft": mesh.gateways[0], "ONNX Runtime": await stack.enter_async_context(onnx_server(file))}
+        served: dict[str, Any] = {
+            name: stubs.InferenceStub(await stack.enter_async_context(aio.insecure_channel(address)))
+            for name, address in addresses.items()
+        }
+        for text in texts[:8]:
+            vectors = [encode([text])[0] for encode in engines.values()]
+            vectors += [await embed(stub, text) for stub in served.values()]
+            for vector in vectors[1:]:
+                np.testing.assert_allclose(vector, vectors[0], atol=1e-4)
+        for _ in range(ROUNDS):
+            for count in (1, CLIENTS):
+                some = texts if count > 1 else texts[: TEXTS // 4]
+                for name in engines:
+                    times.setdefault(("engine", count, name), []).append(_alone(engines[name], some, count))
+                for name in served:  # For a second or two, as one would serve.
+                    seconds = await _served(served[name], [*some] * SERVED, count)
+                    times.setdefault(("server", count, name), []).append(seconds)
     return [
-        Figure(f"ONNX Runtime, {batch}", 1 / best["theirs"][0], "texts/s", note="no server"),
-        Figure(f"Weft through its gRPC interface, {clients} clients", 1 / best["ours"][0], "texts/s"),
-        Figure("ratio", best["theirs"][0] / best["ours"][0], "x", ">= 1"),
-        Figure("ONNX Runtime, processor", best["theirs"][1] * 1e3, "ms/text"),
-        Figure("Weft's worker, processor", best["ours"][1] * 1e3, "ms/text"),
+        figure for kind in ("engine", "server") for count in (1, CLIENTS) for figure in _figures(times, kind, count)
+    ]
+
+
+def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, count: int) -> list[Figure]:
+    ours, theirs = (min(times[kind, count, name]) for name in ("Weft", "ONNX Runtime"))
+    what = f"{count} at a time" if kind == "engine" else f"{count} clients"
+    return [
+        Figure(f"{kind}, {what}: Weft", 1 / ours, "texts/s"),
+        Figure(f"{kind}, {what}: ONNX Runtime", 1 / theirs, "texts/s"),
+        Figure(f"{kind}, {what}: ratio", theirs / ours, "x", ">= 1"),
     ]
 
 

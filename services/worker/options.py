@@ -98,7 +98,7 @@ class EngineOptions(BaseModel):
     exact_inputs: bool = Field(
         False,
         description="The openvino engine multiplies rounded weights with inputs in float32. Otherwise it rounds the "
-        "inputs, too, to 8 bits in groups of 32, and is up to twice as fast. auto chooses torch instead, which "
+        "inputs, too, to 8 bits in groups of 64, and is up to twice as fast. auto chooses torch instead, which "
         "rounds none below 16 bits.",
     )
     kv_dtype: Literal["auto", "fp8", "int8"] = Field(
@@ -159,7 +159,8 @@ class EngineOptions(BaseModel):
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice.",
+        description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice; of an "
+        "encoder that choice, but a core is left to the other services.",
     )
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
     paced_prefill_rate: float = Field(

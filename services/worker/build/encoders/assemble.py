@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from services.host import available_memory
+from services.host import available_cores, available_memory
 from services.worker.build import memory, refused
 from services.worker.build.torch_recorder import TorchRecorder
 from services.worker.engine.base import CLASSIFY, EMBED, RANK
@@ -52,8 +52,7 @@ class BuiltEncoder:
 def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> BuiltEncoder:
     """Load the checkpoint in this folder and warm the engine up. Raises CheckpointError."""
     _check_options(options)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or _default_threads())
     progress("checkpoint", 0, 1)
     raw = _read_raw(folder)
     family = encoder_family(raw.architecture)
@@ -77,6 +76,11 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     progress("warm-up", 1, 1)
     parameters = checkpoint.parameters if checkpoint is not None else 0
     return BuiltEncoder(engine, config, settings, _read_dimensions(raw, config), length, parameters)
+
+
+def _default_threads() -> int:
+    """Torch's choice, but a core is left to what serves the texts: a network takes milliseconds, as messages do."""
+    return max(1, min(torch.get_num_threads(), available_cores() - 1))
 
 
 def _check_options(options: EngineOptions) -> None:
