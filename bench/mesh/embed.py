@@ -2,7 +2,7 @@
 
     python -m bench.mesh.embed [queries] [--json FILE]
 
-Everything runs here, on two threads, in rounds that alternate; the best of three counts. Texts are tokens of the
+Everything runs here, on two threads, in rounds that alternate; the best of five counts. Texts are tokens of the
 lengths of search queries: a median of 8, a few up to 40. The engines are called in this process: with one text at a
 time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's whole mesh and ONNX Runtime in
 one process behind a plain gRPC server (`onnx_server.py`); both get the same calls from 1 and from 32 clients.
@@ -38,7 +38,7 @@ from services.worker.options import EngineOptions
 from services.worker.runners.base import TextTokens
 from weft.launch import demo_model
 
-ROUNDS = 3
+ROUNDS = 5
 THREADS = 2
 TEXTS, SERVED = 256, 4
 """Texts of a round, and how often the servers get them."""
@@ -119,13 +119,13 @@ async def onnx_server(file: Path) -> AsyncIterator[str]:
         await child.wait()
 
 
-async def embed(stub: Any, text: Sequence[int]) -> Sequence[float]:
+async def embed(
+    stub: Any, text: Sequence[int], cache: "api.CachePolicy.ValueType" = api.CACHE_POLICY_BYPASS
+) -> api.EmbedResponse:
     """One text through the door."""
     inputs = [api.Input(token_ids=api.TokenIds(ids=text))]
-    request = api.EmbedRequest(inputs=inputs, options=api.EncodeOptions(cache=api.CACHE_POLICY_BYPASS))
-    reply = await stub.Embed(request)
-    values: Sequence[float] = reply.embeddings[0].values
-    return values
+    reply: api.EmbedResponse = await stub.Embed(api.EmbedRequest(inputs=inputs, options=api.EncodeOptions(cache=cache)))
+    return reply
 
 
 async def from_clients(stub: Any, texts: Texts, clients: int) -> None:
@@ -169,7 +169,7 @@ async def measure_queries() -> list[Figure]:
         }
         for text in texts[:8]:
             vectors = [encode([text])[0] for encode in engines.values()]
-            vectors += [await embed(stub, text) for stub in served.values()]
+            vectors += [(await embed(stub, text)).embeddings[0].values for stub in served.values()]
             for vector in vectors[1:]:
                 np.testing.assert_allclose(vector, vectors[0], atol=1e-4)
         for _ in range(ROUNDS):
@@ -180,9 +180,27 @@ async def measure_queries() -> list[Figure]:
                 for name in served:  # For a second or two, as one would serve.
                     seconds = await _served(served[name], [*some] * SERVED, count)
                     times.setdefault(("server", count, name), []).append(seconds)
-    return [
-        figure for kind in ("engine", "server") for count in (1, CLIENTS) for figure in _figures(times, kind, count)
-    ]
+        hits = await hits_ms(served["Weft"], texts)
+    rows = [(kind, count) for kind in ("engine", "server") for count in (1, CLIENTS)]
+    figures = [figure for kind, count in rows for figure in _figures(times, kind, count)]
+    for name, calls in hits.items():
+        figures.append(Figure(f"{name}, p50", float(np.percentile(calls, 50)), "ms", note=f"{len(calls)} calls"))
+        figures.append(Figure(f"{name}, p99", float(np.percentile(calls, 99)), "ms", "<= 2"))
+    return figures
+
+
+async def hits_ms(stub: Any, texts: Texts) -> dict[str, list[float]]:
+    """Milliseconds of calls whose vectors are in the cache, and of later ones, which the gateway has itself."""
+    found: dict[str, list[float]] = {"computed": [], "a hit in Redis": [], "a hit in the gateway": []}
+    for name in (*found, *["a hit in the gateway"] * 3):
+        for text in texts:
+            began = time.perf_counter()
+            reply = await embed(stub, text, api.CACHE_POLICY_READ_WRITE)
+            found[name].append((time.perf_counter() - began) * 1e3)
+            assert reply.receipt.result_hit == (name != "computed"), name
+        await asyncio.sleep(1.0)  # Stores are written behind the reply.
+    del found["computed"]
+    return found
 
 
 def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, count: int) -> list[Figure]:

@@ -108,7 +108,7 @@ class _Links:
         """What every request uses."""
         view = MeshView(settings.scheduler_address, self.gateway_id, settings.mesh_id, lambda: self.cache.state)
         metrics = GatewayMetrics()
-        results, vectors = ResultCache(self.cache), VectorCache(self.cache)
+        results, vectors = ResultCache(self.cache), VectorCache(self.cache, settings.gateway_vector_bytes)
         return Backend(settings, self.catalog, self.scheduler, self.workers, results, vectors, metrics, view, encoder)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:

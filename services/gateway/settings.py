@@ -32,6 +32,11 @@ class GatewaySettings(CommonSettings):
     gateway_cache_budget_s: float = Field(
         0.02, gt=0, description="Seconds after which a look-up of a result, or of vectors, is a miss."
     )
+    gateway_vector_bytes: int = Field(
+        16 << 20,
+        ge=0,
+        description="Most bytes of the vectors that a gateway process keeps for a minute after the cache had them.",
+    )
     gateway_scheduler_wait_s: float = Field(
         2.0, gt=0, description="Seconds that a request waits for a disconnected scheduler."
     )

@@ -9,6 +9,7 @@ import pytest_asyncio
 from protos import cache_pb2 as cache
 from services.cache.counters import Miss
 from services.gateway.links.cache_link import CacheLink
+from services.gateway.links.recent_vectors import LIFE_S, RecentVectors
 from services.gateway.links.vector_cache import VectorCache
 from tests.cache.conftest import CacheDoor, Client, key_of
 
@@ -93,3 +94,25 @@ async def test_absent_damaged_and_foreign_values_are_misses_beside_the_hits(
     assert not await client.exists(names[1], names[3], names[-1]), "they would keep good ones from being stored"
     assert await VectorCache(link).get(KEYS, 1536, "") == hits
     assert door.counters.misses == {Miss.ABSENT: 5, Miss.CORRUPT: 3}
+
+
+async def test_a_vector_that_was_found_needs_no_second_call(door: CacheDoor, client: Client, link: CacheLink) -> None:
+    vectors, recent = await store(door), VectorCache(link, recent_bytes=3 * 1536)
+    assert await recent.get(KEYS[:2], 1536, "") == {key: vectors[key] for key in KEYS[:2]}
+    await client.flushall()
+    assert await recent.get(KEYS[:3], 1536, "") == {key: vectors[key] for key in KEYS[:2]}, "the third was never found"
+    assert await VectorCache(link).get(KEYS[:2], 1536, "") == {}, "without room none is kept"
+
+
+def test_vectors_are_held_within_bytes_and_for_a_time() -> None:
+    now = 0.0
+    recent = RecentVectors(10, lambda: now)
+    recent.keep({b"a": b"1234", b"b": b"5678"})
+    assert recent.find([b"a", b"c"]) == {b"a": b"1234"}
+    recent.keep({b"c": b"90123"})
+    assert recent.find([b"a", b"b", b"c"]) == {b"a": b"1234", b"c": b"90123"}, "the one that was used least is gone"
+    recent.keep({b"d": bytes(11)})
+    assert recent.find([b"a", b"c", b"d"]) == {}, "the largest does not fit"
+    recent.keep({b"a": b"1"})
+    now = LIFE_S
+    assert recent.find([b"a"]) == {}

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from protos import cache_pb2
 from services.gateway.links.cache_link import CacheLink
+from services.gateway.links.recent_vectors import RecentVectors
 
 _MOST_STORES = 64
 """Stores in flight; further vectors are dropped."""
@@ -18,14 +19,19 @@ others."""
 class VectorCache:
     """Looks vectors up and stores them. Every failure is a miss."""
 
-    def __init__(self, link: CacheLink) -> None:
-        self._link = link
+    def __init__(self, link: CacheLink, recent_bytes: int = 0) -> None:
+        """recent_bytes: most bytes of the vectors that are kept here once they were found."""
+        self._link, self._recent = link, RecentVectors(recent_bytes)
 
     async def get(self, keys: Sequence[bytes], size: int, traceparent: str) -> dict[bytes, bytes]:
         """The vectors of `size` bytes that are found within the link's budget, by key."""
+        found = self._recent.find(keys)
+        missing = [key for key in keys if key not in found]
         most = max(1, min(_MOST_KEYS, _ANSWER_BYTES // size))
-        parts = await asyncio.gather(*(self._get(part, traceparent) for part in _parts(keys, most)))
-        return {key: vector for part in parts for key, vector in part.items() if len(vector) == size}
+        parts = await asyncio.gather(*(self._get(part, traceparent) for part in _parts(missing, most)))
+        looked_up = {key: vector for part in parts for key, vector in part.items() if len(vector) == size}
+        self._recent.keep(looked_up)
+        return found | looked_up
 
     async def _get(self, keys: Sequence[bytes], traceparent: str) -> dict[bytes, bytes]:
         request = cache_pb2.GetVectorsRequest(keys=keys)
