@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
+from services.worker.build.encoders import assemble
 from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
 from services.worker.job import EncodeTask, Ended, Job, SamplingParams, StepOutput
 from services.worker.options import EngineOptions
@@ -124,6 +125,20 @@ def test_scores_of_heads_are_those_of_transformers(tmp_path: Path, family: str, 
     built = build(folder)
     np.testing.assert_allclose(vectors(built, pairs, pairs=True), shares.numpy(), atol=2e-5)
     assert built.engine.capabilities == ({"rank"} if labels == 1 else {"classify"})
+
+
+@pytest.mark.parametrize(("cores", "threads", "taken"), [(2, 2, 1), (1, 1, 1), (16, 16, 15), (16, 4, 4)])
+def test_an_encoder_leaves_a_core_to_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, taken: int
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(assemble, "available_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    build(make_encoder(tmp_path))
+    assert found == [taken]
+    build(make_encoder(tmp_path), threads=3)
+    assert found == [taken, 3]
 
 
 def test_int8_weights_stay_close(tmp_path: Path) -> None:
