@@ -307,3 +307,17 @@ def test_no_program_waits_for_another_under_mps(trace: str, no_mps: Path, monkey
     assert (given["alone"], given["units"]) == (12, 0)
     assert not resident_norm_hopper.serves(x, weight)
     assert fused.tile_for(x, stack, False) is None
+
+
+@pytest.mark.usefixtures("no_mps")
+@pytest.mark.parametrize(("processors", "lines"), [(132, 128), (108, 64), (224, 64)])
+def test_gated_products_with_adapters_run_at_once_where_tiles_of_128_lines_fit(
+    processors: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_processors", lambda _: processors)
+    x = torch.empty(64, 4096, dtype=BF16, device="meta")
+    with torch.device("meta"):
+        stack = AdapterStack.empty(1, 16, 4096, (14336, 14336), BF16)
+    tile = fused.tile_for(x, stack, True)
+    assert tile is not None
+    assert tile.n == lines, "14,336 lines are 112 tiles of 128, or 224 of 64"
