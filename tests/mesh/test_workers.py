@@ -50,14 +50,15 @@ async def test_higher_priority_goes_first(tmp_path: Path, model: Path) -> None:
         stub = mesh.stub()
         order: list[int] = []
 
-        async def client(priority: int) -> None:
-            request = ask(f"Priority {priority}", max_tokens=24, ignore_eos=True)
+        async def client(priority: int, tokens: int = 24) -> None:
+            request = ask(f"Priority {priority}", max_tokens=tokens, ignore_eos=True)
             request.priority = priority
-            await generate(stub, request)
+            await generate(stub, request, on_delta=lambda _: begun.set())
             order.append(priority)
 
-        running = asyncio.create_task(client(0))
-        await asyncio.sleep(0.05)
+        begun = asyncio.Event()
+        running = asyncio.create_task(client(0, 600))  # So long that all others wait before it ends.
+        await begun.wait()
         waiting = []
         for priority in (-5, 1, 7, 3):
             waiting.append(asyncio.create_task(client(priority)))
