@@ -4,7 +4,7 @@
 
 Random weights in the shapes of MiniLM-L6 and BERT-base (BGE-base), bfloat16. A share is that of the rate of products
 of 8192 x 8192 x 8192: the network's multiplications and additions, attention's included, over seconds and that rate. It
-is measured for as long as the batches, just before them: a GPU that is busy for a second has lower clocks than before.
+is measured for as long as the batches, just before them, so that the GPU's clocks are those of the batches.
 Batches pass through the runner from token ids to vectors on the host, two in flight. Latency is measured through the
 engine: jobs as gateways send them arrive at random at 70% of the measured throughput. The exit code is 1 if vectors
 differ.

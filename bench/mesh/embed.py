@@ -2,10 +2,11 @@
 
     python -m bench.mesh.embed [queries] [--json FILE]
 
-Everything runs here, on two threads, in rounds that alternate; the best of five counts. Texts are tokens of the
-lengths of search queries: a median of 8, a few up to 40. The engines are called in this process: with one text at a
-time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's whole mesh and ONNX Runtime in
-one process behind a plain gRPC server (`onnx_server.py`); both get the same calls from 1 and from 32 clients.
+Everything runs on this machine, in rounds that alternate; the best of five counts. Texts are tokens of the lengths of
+search queries: a median of 8, a few up to 40. The engines have two threads each and are called in this process: with
+one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's whole mesh with
+its default threads, and ONNX Runtime with two in one process behind a plain gRPC server (`onnx_server.py`); both get
+the same calls from 1 and from 32 clients. At the end the mesh gets texts whose vectors it has.
 """
 
 import asyncio
@@ -190,7 +191,7 @@ async def measure_queries() -> list[Figure]:
 
 
 async def hits_ms(stub: Any, texts: Texts) -> dict[str, list[float]]:
-    """Milliseconds of calls whose vectors are in the cache, and of later ones, which the gateway has itself."""
+    """Milliseconds of calls whose vectors are in Redis, and of later ones, whose vectors the gateway keeps."""
     found: dict[str, list[float]] = {"computed": [], "a hit in Redis": [], "a hit in the gateway": []}
     for name in (*found, *["a hit in the gateway"] * 3):
         for text in texts:

@@ -159,8 +159,8 @@ class EngineOptions(BaseModel):
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice; of an "
-        "encoder that choice, but a core is left to the other services.",
+        description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice. An "
+        "encoder takes torch's choice, at most all cores but one.",
     )
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
     paced_prefill_rate: float = Field(

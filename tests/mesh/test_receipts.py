@@ -12,6 +12,15 @@ from tests.mesh.harness import Stub, ask, generate, receipt_of
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+async def receipt_of_a_hit(stub: Stub, request: api.GenerateRequest) -> api.Receipt:
+    """The receipt of a request that was answered before: of a hit, unless the worker is the faster one five times."""
+    for _ in range(5):
+        receipt = (await generate(stub, request)).receipt
+        if receipt.result_hit:
+            break
+    return receipt
+
+
 async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
     """Receipts of misses and hits, sampled and greedy answers, streams and single replies, and errors."""
     receipts = []
@@ -20,7 +29,7 @@ async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
         sampled = ask("A tale", max_tokens=8, temperature=1.0)
         receipts.append((await generate(stub, fresh)).receipt)
         receipts.append((await generate(stub, sampled)).receipt)
-        receipts.append((await generate(stub, fresh)).receipt)
+        receipts.append(await receipt_of_a_hit(stub, fresh))
         receipts.append((await stub.Complete(sampled)).receipt)
         with pytest.raises(aio.AioRpcError) as caught:
             await generate(stub, ask("x" * 100, max_tokens=10**6))
@@ -33,8 +42,7 @@ async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
 async def test_little_time_is_unaccounted_for(stub: Stub) -> None:
     receipts = await receipts_of_200(stub)
     assert len(receipts) == 200
-    hits = sum(receipt.result_hit for receipt in receipts)
-    assert hits >= 10, "repeated requests are hits, unless the worker answers before the cache"
+    assert sum(receipt.result_hit for receipt in receipts) >= 20, "a worker that answers before the cache makes a miss"
     excess = []
     for receipt in receipts:
         times = receipt.timings

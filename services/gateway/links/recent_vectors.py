@@ -1,11 +1,12 @@
-"""Vectors that one gateway process found lately, beside the cache: hot texts need no call. Knows keys and bytes."""
+"""Vectors that a gateway process keeps after it found them in the cache, so that a repeated text needs no call of the
+cache service. Knows keys and bytes."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 LIFE_S = 60.0
-"""Seconds that a vector stays after it was found in the cache."""
+"""Seconds for which a kept vector is an answer."""
 
 
 class RecentVectors:

@@ -52,7 +52,8 @@ class BuiltEncoder:
 def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> BuiltEncoder:
     """Load the checkpoint in this folder and warm the engine up. Raises CheckpointError."""
     _check_options(options)
-    torch.set_num_threads(options.threads or _default_threads())
+    if threads := options.threads or (0 if options.on_gpu else _default_threads()):
+        torch.set_num_threads(threads)
     progress("checkpoint", 0, 1)
     raw = _read_raw(folder)
     family = encoder_family(raw.architecture)
@@ -79,7 +80,7 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
 
 
 def _default_threads() -> int:
-    """Torch's choice, but a core is left to what serves the texts: a network takes milliseconds, as messages do."""
+    """Torch's choice, at most all cores but one: the messages of a text take as long as its network."""
     return max(1, min(torch.get_num_threads(), available_cores() - 1))
 
 

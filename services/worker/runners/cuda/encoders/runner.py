@@ -33,8 +33,9 @@ PADDING_WORK = 2.5e10
 """The most that padding may cost a larger batch: about 0.1 ms. The launches of its kernels take the host several times
 as long, which has jobs to read meanwhile."""
 STAGED_WORDS = 16384
-"""Words of a batch from which they are copied up while the batch before is computed, and then once more on the device:
-of fewer the first copy takes as long as the second one and the wait between streams."""
+"""The least words of a batch that are staged: copied to the device while the batch before is computed, and from there
+to where the network reads them. A copy of fewer words from the host should take no longer than that second copy and
+the wait between two streams; this number was not varied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Buffer:
 
     words: Tensor
     staged: Tensor
-    """The words on the device; on the host if there is no GPU."""
+    """Room for the words on the device, from `STAGED_WORDS` on; on the host if there is no GPU."""
     vectors: Tensor
     """float32 [texts, width]."""
     over: Any
@@ -146,7 +147,7 @@ class GpuEncoderRunner:
         return LaunchedBatch(buffer, len(batch))
 
     def _upload(self, buffer: Buffer, words: int) -> None:
-        """Copy the words of a batch up; many of them while the batch before is computed."""
+        """Copy the words of a batch to where the network reads them; see `STAGED_WORDS`."""
         given = buffer.words[:words]
         if self._uploads is not None and words >= STAGED_WORDS:
             with torch.cuda.stream(self._uploads):
