@@ -35,7 +35,8 @@ async def ask(client: Client, prompt: str) -> tuple[bool, list[str]]:
 
 
 async def workers_of_a_hit(client: Client) -> list[str]:
-    """Ask until the answer is a hit: it is stored after it was delivered, and a fast worker answers before the cache."""
+    """Asks until the answer is a hit: an answer is stored after it was delivered, and a fast worker answers before the
+    cache."""
     async with asyncio.timeout(START_S):
         while True:
             hit, workers = await ask(client, "Once")
