@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_threads_of_a_physical_core_stay_together(tmp_path: Path, monkeypatch: p
 
 async def test_http_requests_take_turns_on_connections() -> None:
     served: list[int] = []
+    bodies: list[dict[str, object]] = []
     open_connections: set[asyncio.StreamWriter] = set()
     ended = asyncio.Event()
 
@@ -53,8 +55,8 @@ async def test_http_requests_take_turns_on_connections() -> None:
         open_connections.add(writer)
         while head := await reader.readline():
             while (line := await reader.readline()) != b"\r\n":
-                head = line
-            await reader.readexactly(int(head.removeprefix(b"content-length:")))  # The last line of the head.
+                head = line  # The last one names the length.
+            bodies.append(json.loads(await reader.readexactly(int(head.removeprefix(b"content-length:")))))
             served.append(writer.get_extra_info("peername")[1])
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER))
         writer.close()
@@ -67,10 +69,11 @@ async def test_http_requests_take_turns_on_connections() -> None:
     host, port = server.sockets[0].getsockname()
     calls = HttpCalls(f"{host}:{port}", "", least=3)
     for _ in range(6):
-        receipt = await calls.complete(api.GenerateRequest(), 5.0)
+        receipt = await calls.complete(api.GenerateRequest(cache=api.CACHE_POLICY_BYPASS), 5.0)
         assert receipt.completion_tokens == 2
     calls.close()
     await asyncio.wait_for(ended.wait(), 10)
     server.close()
     assert len(set(served)) == 3
     assert served[:3] == served[3:]
+    assert [body["cache"] for body in bodies] == ["bypass"] * 6

@@ -69,13 +69,14 @@ class HttpCalls:
 
 
 def _body(request: api.GenerateRequest) -> dict[str, object]:
-    sampling = request.sampling
+    sampling, policy = request.sampling, api.CachePolicy.Name(request.cache).removeprefix("CACHE_POLICY_").lower()
     return {
         "model": request.model,
         "prompt": list(request.prompt.token_ids.ids),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,
+        "cache": None if policy == "unspecified" else policy,
     }
 
 
