@@ -29,6 +29,8 @@ def round_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
+    if norm is not None:
+        gain = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
     numbers = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if GATED:
@@ -36,7 +38,7 @@ def round_rows_kernel(
         numbers = numbers * tl.sigmoid(numbers) * up
     if norm is not None:
         inverse = 1.0 / tl.sqrt_rn(tl.sum(numbers * numbers) / n + eps)
-        numbers = numbers * inverse * tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+        numbers = numbers * inverse * gain
     scale = tl.maximum(tl.max(tl.abs(numbers)), 1e-12) / 448.0 if given is None else tl.load(given)
     tl.store(scales + row, scale)
     numbers = tl.minimum(tl.maximum(numbers / scale, -448.0), 448.0)

@@ -39,15 +39,19 @@ class Tile:
 
 
 FEW, SOME, MANY = Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)
-"""By the mean number of an expert's rows: up to 16, up to 64, more. Measured on one H200."""
+PLAIN = ((16, FEW), (64, SOME), (None, MANY))
+"""By the mean number of an expert's rows, at most this. Measured on one H200."""
 MANY_SMALL = Tile(128, 128, 64, 2, 8)
 """On GPUs with less than 110 KiB of shared memory a program, where all tiles have two stages at most."""
 INVARIANT = Tile(32, 128, 64, 4, 4)
 EXACT = Tile(16, 32, 32, 2, 4)
 """For rows in float32."""
-FEW_PACKED, SOME_PACKED = Tile(16, 64, CHUNK, 4, 4), Tile(64, 64, CHUNK, 3, 4)
-PACKED = (FEW_PACKED, Tile(32, 64, CHUNK, 3, 4), SOME_PACKED, Tile(128, 128, CHUNK, 3, 8))
-"""Of quantized weights, likewise: up to 16, 32, 64 rows, more."""
+FEW_PACKED, SOME_PACKED = Tile(16, 64, CHUNK, 4, 4), Tile(64, 128, CHUNK, 3, 8)
+PACKED = (
+    (12, FEW_PACKED), (24, Tile(32, 64, CHUNK, 3, 4)), (64, SOME_PACKED), (None, Tile(128, 128, CHUNK, 3, 8))
+)  # fmt: skip
+"""Of quantized weights, likewise. Some experts have more rows than the mean, and each further tile of an expert
+converts its weights anew."""
 _PROGRAMS, _LEAST_CHUNKS = 792, 8
 """Programs that a Hopper runs at a time, for which few rows of quantized weights are split; and chunks of a part."""
 _GATED_ROWS = 64
@@ -62,8 +66,9 @@ def tile_for(entries: int, experts: int, x: Tensor, packed: bool, invariant: boo
     if invariant:
         chosen = SOME_PACKED if packed else INVARIANT
     else:
-        tiles = PACKED if packed else (FEW, SOME, MANY_SMALL if small else MANY)
-        chosen = next((tile for tile in tiles if entries <= tile.rows * experts), tiles[-1])
+        tiles = PACKED if packed else PLAIN
+        chosen = next(tile for most, tile in tiles if most is None or entries <= most * experts)
+        chosen = MANY_SMALL if small and chosen is MANY else chosen
     return replace(chosen, stages=2) if small else chosen
 
 

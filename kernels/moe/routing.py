@@ -27,74 +27,91 @@ def choose_experts_kernel(
     ids,  # int32 [T, k] out: numbers among the own experts, -1 for others
     weights,  # float32 [T, k] out
     T, stride, first_own,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OWN: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORMALIZED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, OWN: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses the experts of ROWS tokens, one choice after the other."""
+    """A program chooses the experts of ROWS tokens."""
     wait(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    _choose(logits, ids, weights, rows, T, stride, first_own, E, BLOCK_E, OWN, CHOSEN, BLOCK_K, NORMALIZED)
+    choice = _choose(logits, weights, rows, T, stride, first_own, E, BLOCK_E, OWN, CHOSEN, NORMALIZED)
+    number = tl.arange(0, BLOCK_E) - first_own
+    number = tl.where((number >= 0) & (number < OWN), number, -1)
+    numbers = tl.broadcast_to(number[None, :], [ROWS, BLOCK_E])
+    tl.store(ids + rows[:, None] * CHOSEN + choice, numbers, mask=choice >= 0)
 
 
 @triton.jit(do_not_specialize=["T", "first_own"])
 def route_few_kernel(
     logits,  # [T, E]
-    ids,  # int32 [T, k] out: numbers among the own experts, -1 for others
     weights,  # float32 [T, k] out
     order,  # int32 [T * k] out
     offsets,  # int32 [O + 1] out
     T, stride, first_own,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OWN: tl.constexpr, BLOCK_O: tl.constexpr, CHOSEN: tl.constexpr,
-    BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, OWN: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program chooses the experts of all tokens and places their entries. ROWS >= T, CHUNK >= T * k."""
+    """One program chooses the experts of all tokens and places their entries. ROWS >= T."""
     wait(PDL)
     rows = tl.arange(0, ROWS)
-    _choose(logits, ids, weights, rows, T, stride, first_own, E, BLOCK_E, OWN, CHOSEN, BLOCK_K, NORMALIZED)
-    tl.debug_barrier()  # All threads of the program see what it has stored.
-    places, lanes = tl.arange(0, CHUNK), tl.arange(0, BLOCK_O)
-    expert = tl.load(ids + places, mask=places < T * CHOSEN, other=-1)
-    same = (expert[:, None] == lanes[None, :]).to(tl.int32)
-    count = tl.sum(same, 0)
+    choice = _choose(logits, weights, rows, T, stride, first_own, E, BLOCK_E, OWN, CHOSEN, NORMALIZED)
+    number = tl.arange(0, BLOCK_E) - first_own
+    own = (number >= 0) & (number < OWN)
+    has = (choice >= 0) & own[None, :]  # A token chooses an expert once, so its entries are in the order of the tokens.
+    count = tl.sum(has.to(tl.int32), 0)
     first = tl.cumsum(count, 0) - count
-    tl.store(offsets + lanes, first, mask=lanes < OWN)
+    tl.store(offsets + number, first, mask=own)
     tl.store(offsets + OWN, tl.sum(count))
-    target = tl.sum(same * (first + tl.cumsum(same, 0) - 1), 1)
-    tl.store(order + target, places, mask=expert >= 0)
+    place = first[None, :] + tl.cumsum(has.to(tl.int32), 0) - 1
+    tl.store(order + place, rows[:, None] * CHOSEN + choice, mask=has)
 
 
 @triton.jit
 def _choose(
-    logits, ids, weights, rows, T, stride, first_own,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, OWN: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    logits, weights, rows, T, stride, first_own,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, OWN: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the experts of these tokens, one choice after the other, and their weights. Of choices that are not own
-    the expert is -1 and the weight 0."""
+    """Which choice of a token an expert is, -1 if none: [rows, BLOCK_E]. Stores the weights of the choices, 0 for those
+    that are not own."""
     lanes = tl.arange(0, BLOCK_E)
     known = (rows < T)[:, None] & (lanes < E)[None, :]
-    place = rows.to(tl.int64)[:, None] * stride + lanes[None, :]
-    scores = tl.load(logits + place, mask=known, other=float("-inf")).to(tl.float32)
-    # A token with numbers that are not finite has experts, too: its own row alone is spoilt.
-    scores = tl.where(known & (scores == scores), scores, float("-inf"))
-    scores = tl.where(lanes[None, :] < E, tl.maximum(scores, -3e38), float("-inf"))
-    top = tl.max(scores, 1)
-    whole = tl.sum(tl.exp(scores - top[:, None]), 1)
-    choice = tl.arange(0, BLOCK_K)[None, :]
-    chances = tl.zeros_like(top)[:, None] + tl.zeros([1, BLOCK_K], tl.float32)
-    own_chances = chances
+    found = tl.load(logits + rows.to(tl.int64)[:, None] * stride + lanes[None, :], mask=known, other=0.0)
+    keys = _keys(found, lanes, E)
+    TAKEN: tl.constexpr = -(1 << 47) if found.dtype.primitive_bitwidth == 32 else -(1 << 31)  # below every key
+    choice = tl.full(keys.shape, -1, tl.int32)
     for index in tl.static_range(CHOSEN):
-        best = tl.max(scores, 1)
-        expert = tl.min(tl.where(scores == best[:, None], lanes[None, :], BLOCK_E), 1)
-        number = expert - first_own
-        own = (number >= 0) & (number < OWN)
-        tl.store(ids + rows * CHOSEN + index, tl.where(own, number, -1), mask=rows < T)
-        chances = tl.where(choice == index, tl.exp(best - top)[:, None], chances)
-        own_chances = tl.where((choice == index) & own[:, None], chances, own_chances)
-        scores = tl.where(lanes[None, :] == expert[:, None], float("-inf"), scores)
-    divisor = tl.sum(chances, 1) if NORMALIZED else whole
+        here = keys == tl.max(keys, 1)[:, None]
+        choice = tl.where(here, index, choice)
+        keys = tl.where(here, TAKEN, keys)
+    # A token with numbers that are not finite has experts, too: its own row alone is spoilt.
+    scores = found.to(tl.float32)
+    scores = tl.where(scores == scores, tl.maximum(scores, -3e38), -3e38)
+    scores = tl.where((lanes < E)[None, :], scores, float("-inf"))
+    chances = tl.exp(scores - tl.max(scores, 1)[:, None])
+    divisor = tl.sum(tl.where(choice >= 0, chances, 0.0) if NORMALIZED else chances, 1)
+    choice = tl.where((rows < T)[:, None], choice, -1)
+    own = (lanes >= first_own) & (lanes < first_own + OWN)
     target = weights + rows[:, None] * CHOSEN + choice
-    tl.store(target, own_chances / divisor[:, None], mask=(rows < T)[:, None] & (choice < CHOSEN))
+    tl.store(target, tl.where(own[None, :], chances / divisor[:, None], 0.0), mask=choice >= 0)
+    return choice
+
+
+@triton.jit
+def _keys(scores, lanes, E: tl.constexpr):
+    """Integers in the order of the scores [rows, BLOCK_E], of equal scores the lower expert last: one maximum finds the
+    likeliest expert. What is no number comes before all numbers, and lanes from E on before these."""
+    WIDE: tl.constexpr = scores.dtype.primitive_bitwidth == 32
+    if WIDE:
+        bits = scores.to(tl.int32, bitcast=True)
+        bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        least: tl.constexpr = -(1 << 31)
+    else:
+        bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFF)
+        least: tl.constexpr = -(1 << 15)
+    number = scores.to(tl.float32)
+    bits = tl.where(number == 0, 0, tl.where(number == number, bits, least + 1))
+    bits = tl.where((lanes < E)[None, :], bits, least)
+    return bits * 65536 + (65535 - lanes)[None, :]
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -152,24 +169,22 @@ def route(logits_TE: Tensor, chosen: int, normalized: bool, own: range | None = 
     assert logits_TE.stride(1) == 1
     entries, device = tokens * chosen, logits_TE.device
     chunks = max(1, triton.cdiv(entries, CHUNK))
-    ids = torch.empty(tokens, chosen, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, chosen, dtype=torch.float32, device=device)
-    counts = torch.empty(chunks, len(own), dtype=torch.int32, device=device)
     order = torch.empty(entries, dtype=torch.int32, device=device)
     offsets = torch.empty(len(own) + 1, dtype=torch.int32, device=device)
     options = launch_options(device)
     block, own_block = (max(16, triton.next_power_of_2(count)) for count in (experts, len(own)))
     choice = {
-        "E": experts, "BLOCK_E": block, "OWN": len(own), "CHOSEN": chosen,
-        "BLOCK_K": triton.next_power_of_2(chosen), "NORMALIZED": normalized, **options,
+        "E": experts, "BLOCK_E": block, "OWN": len(own), "CHOSEN": chosen, "NORMALIZED": normalized, **options,
     }  # fmt: skip
     if entries <= FEW:
-        rows, places = triton.next_power_of_2(max(1, tokens)), max(16, triton.next_power_of_2(entries))
+        rows = triton.next_power_of_2(max(1, tokens))
         route_few_kernel[(1,)](
-            logits_TE, ids, weights, order, offsets, tokens, logits_TE.stride(0), own.start, BLOCK_O=own_block,
-            ROWS=rows, CHUNK=places, num_warps=8, **choice,
-        )  # fmt: skip
+            logits_TE, weights, order, offsets, tokens, logits_TE.stride(0), own.start, ROWS=rows, num_warps=8, **choice
+        )
         return Routes(weights, order, offsets, experts)
+    ids = torch.empty(tokens, chosen, dtype=torch.int32, device=device)
+    counts = torch.empty(chunks, len(own), dtype=torch.int32, device=device)
     rows = max(1, 512 // block)
     choose_experts_kernel[(triton.cdiv(tokens, rows),)](
         logits_TE, ids, weights, tokens, logits_TE.stride(0), own.start, ROWS=rows, num_warps=4, **choice

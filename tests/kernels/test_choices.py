@@ -24,6 +24,7 @@ from kernels.linear import (
 from kernels.linear.packed import PackedWeight, pack_weight
 from kernels.linear.packed_gemv_kernel import _octet
 from kernels.lora import AdapterStack, fused
+from kernels.moe import grouped
 from kernels.operands import Scores
 from kernels.quantized_weights import Int4Weight
 from services.worker.runners.cuda.encoders.runner import captured_sizes, is_padded
@@ -321,3 +322,10 @@ def test_gated_products_with_adapters_run_at_once_where_tiles_of_128_lines_fit(
     tile = fused.tile_for(x, stack, True)
     assert tile is not None
     assert tile.n == lines, "14,336 lines are 112 tiles of 128, or 224 of 64"
+
+
+@pytest.mark.parametrize(("mean", "rows"), [(1, 16), (12, 16), (13, 32), (24, 32), (25, 64), (64, 64), (65, 128)])
+def test_quantized_experts_have_tiles_for_more_rows_than_the_mean(mean: int, rows: int) -> None:
+    x = torch.empty(1, 64, dtype=BF16)
+    assert grouped.tile_for(mean * 8, 8, x, packed=True, invariant=False).rows == rows
+    assert len({grouped.tile_for(mean * 8, 8, x, packed=True, invariant=True) for mean in (1, 30, 300)}) == 1
