@@ -13,7 +13,7 @@ from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
 from services.gateway.doors.accept_probe import AcceptProbe
 from services.gateway.doors.grpc_gate import AuthCheck, LoadInterceptor
-from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.http_server import HttpServer, listen
 from services.gateway.doors.kserve.door import NAME as KSERVE
 from services.gateway.doors.kserve.door import KServeModels, KServeService
@@ -95,7 +95,7 @@ class Ports:
 
     def _http_server(self, scrape: Callable[[], Awaitable[bytes]]) -> HttpServer:
         settings, catalog = self._settings, self._backend.catalog
-        routes = HttpRoutes(self._backend.metrics.all, self.gate.refusal)
+        routes = HttpRoutes(self._backend.metrics.all, lambda credentials: self.gate.refusal())
         OpenAIDoor(self._answers, self._access, catalog).add_to(routes)
         EmbeddingsDoor(self._encoding, self._access).add_to(routes)
         KServeHttpDoor(self._answers, self._access, self._kserve).add_to(routes)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from services import metrics
-from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.metrics import MetricsDoor
 from services.gateway.doors.openai.door import OpenAIDoor
 from services.gateway.doors.openai.embeddings import EmbeddingsDoor

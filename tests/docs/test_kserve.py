@@ -7,7 +7,7 @@ from unittest import mock
 
 from protos import kserve_pb2
 from services import metrics
-from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.kserve.http_door import KServeHttpDoor
 from services.gateway.doors.kserve.requests import ALIASES, FIELDS, KNOWN, OUTPUTS, OWN, PROMPTS, PROTOCOL, REFUSED
 

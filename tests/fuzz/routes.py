@@ -3,7 +3,7 @@
 from typing import Any
 from unittest import mock
 
-from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.http_routes import HttpRoutes
 from tests.gateway.fakes import FakeMesh
 from tests.ports import free_port
 

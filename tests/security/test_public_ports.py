@@ -12,7 +12,7 @@ import pytest
 from grpc import aio
 from typer.testing import CliRunner
 
-from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.http_routes import HttpRoutes
 from services.health import ROLE_OF, check
 from tests.gateway.fakes import FakeMesh
 from tests.mesh.harness import Mesh, ask, generate

@@ -1,4 +1,4 @@
-"""One HTTP request and its response: credentials, body, events, errors; and the routes to handlers. Knows no model API.
+"""One HTTP request and its response: credentials, body, events, errors. Knows no model API and no routes.
 
 Errors have the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
 """
@@ -6,23 +6,18 @@ Errors have the form that OpenAI's clients read: {"error": {"message", "type", "
 import asyncio
 import contextlib
 import math
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import orjson
-import structlog
 from grpc import StatusCode
 from starlette.datastructures import Headers
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from services import metrics, telemetry
-from services.errors import WeftError, internal, invalid, unavailable
+from services.errors import WeftError, invalid
 from services.gateway.access.authorizer import Credentials
 from services.rpc import PUBLIC_MESSAGE_BYTES
 
-log = structlog.get_logger("http")
 T = TypeVar("T")
 
 MOST_BODY_BYTES = PUBLIC_MESSAGE_BYTES
@@ -236,13 +231,13 @@ class Exchange:
 
     async def fail(self, error: WeftError) -> None:
         """Sends an error: as the response, or as the last event of a stream that has begun."""
-        body = error_body(error, self.param) if self.error_form is None else self.error_form(error)
+        body = orjson.dumps(error_body(error, self.param) if self.error_form is None else self.error_form(error))
         if not self.status:
-            await self.reply(body, status_of(error), retry_headers(error))
+            await self.send(body, status_of(error), error_headers(error))
         elif not self._ended:
             try:
                 async with asyncio.timeout(0 if error.code is StatusCode.ABORTED else _ERROR_EVENT_S):
-                    await self.end(b"data: " + orjson.dumps(body) + b"\n\n")
+                    await self.end(b"data: " + body + b"\n\n")
             except TimeoutError:
                 self.abort()
 
@@ -270,129 +265,11 @@ def status_of(error: WeftError) -> int:
     return 400 if error.reason == "UNKNOWN_FIELD" else STATUS.get(error.code, 500)
 
 
-def retry_headers(error: WeftError) -> list[Header]:
-    """When to try again: `retry-after` in seconds, rounded up, and `retry-after-ms`, which OpenAI's clients read."""
+def error_headers(error: WeftError) -> list[Header]:
+    """The content type of an error, and when to try again: `retry-after` in seconds, rounded up, and `retry-after-ms`,
+    which OpenAI's clients read."""
     status = status_of(error)
     if status not in (429, 503):
-        return [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        return [_JSON, (b"www-authenticate", b"Bearer")] if status == 401 else [_JSON]
     wait_s = error.retry_after_s or 1.0
-    return [(b"retry-after", b"%d" % math.ceil(wait_s)), (b"retry-after-ms", b"%d" % math.ceil(wait_s * 1000))]
-
-
-Handler = Callable[[Exchange], Awaitable[None]]
-Refusal = Callable[[], WeftError | None]
-
-
-class HttpRoutes:
-    """Builds the routes of all doors, each request counted and its errors sent."""
-
-    def __init__(self, counts: metrics.Metrics, refusal: Refusal = lambda: None) -> None:
-        """`refusal` returns why a request that arrives now is refused before it is read, or None."""
-        self._handlers: dict[str, dict[str, Handler]] = {}
-        self._refusal = refusal
-        self._always: set[str] = set()
-        self._forms: dict[str, ErrorForm] = {}
-        self._seconds = counts.histogram(
-            "weft_http_seconds",
-            "Duration of HTTP requests, by route and status.",
-            metrics.DURATION_S,
-            "route",
-            "status",
-        )
-
-    def add(self, method: str, path: str, handler: Handler, *, always: bool = False) -> None:
-        """Adds a route; `path` in Starlette's form. With `always` its requests are never refused for the load."""
-        if always:
-            self._always.add(path)
-        self._handlers.setdefault(path, {})[method] = handler
-
-    def form(self, path: str, form: ErrorForm) -> None:
-        """Errors of this path and all below it have this form, also where there is no such path."""
-        self._forms[f"{path}/"] = form
-
-    def app(self) -> Router:
-        """The ASGI application."""
-        routes, fixed = [], {}
-        for path, handlers in self._handlers.items():
-            refusal: Refusal = (lambda: None) if path in self._always else self._refusal
-            for method, handler in handlers.items():
-                endpoint = self._endpoint(path, handler, refusal)
-                routes.append(Route(path, endpoint, methods=[method]))
-                if "{" not in path:
-                    fixed[method, path] = endpoint
-            routes.append(Route(path, self._endpoint(path, _refuse_method(", ".join(handlers)))))
-        return _Router(fixed, routes, self._endpoint("other", _not_found))
-
-    def _endpoint(self, route: str, handler: Handler, refusal: Refusal = lambda: None) -> "_Endpoint":
-        return _Endpoint(route, handler, self._seconds, refusal, self._forms)
-
-
-class _Router(Router):
-    """Starlette's router, which compares one path after the other, behind a table of paths without parameters."""
-
-    def __init__(self, fixed: "Mapping[tuple[str, str], _Endpoint]", routes: Sequence[Route], default: ASGIApp) -> None:
-        super().__init__(routes, redirect_slashes=False, default=default)
-        self._fixed = fixed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
-        endpoint = self._fixed.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        await (super().__call__ if endpoint is None else endpoint)(scope, receive, send)
-
-
-class _Endpoint:
-    """An ASGI application of one handler."""
-
-    def __init__(
-        self,
-        route: str,
-        handler: Handler,
-        seconds: metrics.Histogram,
-        refusal: Refusal,
-        forms: Mapping[str, ErrorForm],
-    ) -> None:
-        """`forms` of errors by the beginning of the path."""
-        self._forms = forms
-        self._route = route
-        self._refusal = refusal
-        self._handler = handler
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
-        if scope["type"] != "http":
-            return
-        began = time.monotonic()
-        exchange = Exchange(scope, receive, send)
-        for path, form in self._forms.items():
-            if f"{scope['path']}/".startswith(path):
-                exchange.error_form = form
-        try:
-            refusal = self._refusal()
-            if refusal is not None:
-                raise refusal
-            await self._handler(exchange)
-        except WeftError as error:
-            await exchange.fail(error)
-        except ClientGone:
-            exchange.status = 499  # As nginx counts it.
-            exchange.abort()
-        except asyncio.CancelledError:
-            await exchange.fail(unavailable("SHUTTING_DOWN", "the gateway is stopping"))
-        except Exception as error:
-            telemetry.log_exception("unexpected exception in a handler", error)
-            await exchange.fail(internal())
-        finally:
-            self._seconds.observe(time.monotonic() - began, self._route, str(exchange.status))
-
-
-async def _not_found(exchange: Exchange) -> None:
-    raise WeftError(StatusCode.NOT_FOUND, "NO_SUCH_PATH", "there is no such path")
-
-
-def _refuse_method(allowed: str) -> Handler:
-    async def refuse(exchange: Exchange) -> None:
-        exchange.extra.append((b"allow", allowed.encode()))
-        raise WeftError(StatusCode.UNIMPLEMENTED, "METHOD_NOT_ALLOWED", f"this path is for {allowed}")
-
-    return refuse
+    return [_JSON, (b"retry-after", b"%d" % math.ceil(wait_s)), (b"retry-after-ms", b"%d" % math.ceil(wait_s * 1000))]

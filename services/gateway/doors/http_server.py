@@ -1,6 +1,7 @@
 """The gateway's HTTP/1.1 server: its port, and the limits of connections and headers. Knows no requests.
 
-It runs in the gateway's own event loop, so that a token reaches the socket without a change of thread.
+It runs in the gateway's own event loop, so that a token reaches the socket without a change of thread. A request that
+is refused before it is read costs no task: its response is written when its headers are complete.
 """
 
 import asyncio
@@ -10,11 +11,11 @@ import math
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.process import refuse_to_serve
 
@@ -30,6 +31,22 @@ _MOST_PIPELINED = 32
 _TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
+
+
+Header = tuple[bytes, bytes]
+
+
+class Application(Protocol):
+    """What is served: an ASGI application that may refuse requests before they are read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+
+    def refused(
+        self, method: bytes, target: bytes, headers: Sequence[Header], state: dict[str, Any]
+    ) -> tuple[int, Sequence[Header], bytes] | None:
+        """The response to a request of which only the head has arrived: status, headers without the length, body. None:
+        it has to be served. `state` is that of its scope."""
 
 
 class Outbox:
@@ -56,12 +73,15 @@ class _Protocol(HttpToolsProtocol):
     """The connection is closed."""
     outbox: Outbox
     """Of all connections of the server."""
+    application: Application
     most_connections = 0
     """Open connections of the server beyond which a new one gets status 503 at once."""
     _timer: asyncio.TimerHandle | None = None
     _on_lost: Callable[[], None] | None = None
     _header_bytes = 0
     _in_head = True
+    _discards = False
+    """The request that arrives was refused: its body is not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -129,7 +149,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes, self._in_head = 0, True
+        self._header_bytes, self._in_head, self._discards = 0, True, False
         self.scope["state"]["connection"] = self
         self._expect_headers()
 
@@ -142,11 +162,48 @@ class _Protocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
         self._in_head = False
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise ValueError("too many requests at once")  # As above.
-        super().on_headers_complete()
+        self._discards = self._refuse()
+        if not self._discards:  # Else the timer goes on until the body has arrived.
+            self._stop_timer()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._discards:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._discards:
+            super().on_message_complete()
+            return
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(_IDLE_S, self.timeout_keep_alive_handler)
+
+    def _refuse(self) -> bool:
+        """Answers the request whose headers are complete if it is refused before it is read -> whether it was. Behind
+        another request, or if the client does not take data, it is checked when it is served."""
+        if self.transport.is_closing():
+            return True
+        if not self.ready or (self.cycle is not None and not self.cycle.response_complete):
+            return False
+        refused = self.application.refused(self.parser.get_method(), self.url, self.headers, self.scope["state"])
+        if refused is None:
+            return False
+        status, headers, body = refused
+        # Who waits for `100 Continue` may send the body or not: nobody could tell it from the next request.
+        stays = self.parser.should_keep_alive() and not self.expect_100_continue
+        lines = [*self.server_state.default_headers, (b"content-length", b"%d" % len(body)), *headers]
+        if not stays:
+            lines.append((b"connection", b"close"))
+        self.transport.write(
+            b"%b%b\r\n%b" % (STATUS_LINE[status], b"".join(b"%b: %b\r\n" % each for each in lines), body)
+        )
+        if not stays:
+            self.transport.close()
+        return True
 
     def _count(self, size: int) -> None:
         self._header_bytes += size
@@ -193,7 +250,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Application,
         listener: socket.socket,
         stall_s: float,
         drain_s: float,
@@ -210,7 +267,9 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http=type("_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": Outbox()}),
+            http=type(
+                "_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": Outbox(), "application": app}
+            ),
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 from services import metrics
 from services.errors import unavailable
 from services.gateway.access.authorizer import Authorizer
-from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.http import Exchange
+from services.gateway.doors.http_routes import HttpRoutes
 
 
 class MetricsDoor:

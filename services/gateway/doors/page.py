@@ -6,7 +6,8 @@ The page runs no inline script and loads nothing from elsewhere; browsers enforc
 import hashlib
 from pathlib import Path
 
-from services.gateway.doors.http import Exchange, Header, HttpRoutes
+from services.gateway.doors.http import Exchange, Header
+from services.gateway.doors.http_routes import HttpRoutes
 
 FOLDER = Path(__file__).parents[1] / "page"
 _TYPES = {

@@ -3,7 +3,8 @@
 Knows phases and percentages, never the names of models: only tenants that may use a model see its name.
 """
 
-from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.http import Exchange
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.links.catalog import Catalog
 
 

@@ -12,7 +12,8 @@ from google.protobuf.json_format import MessageToDict
 from protos import inference_pb2 as api
 from services.errors import unavailable
 from services.gateway.answers.serve import AnswerService
-from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.http import Exchange
+from services.gateway.doors.http_routes import HttpRoutes
 
 
 class WatchDoor:

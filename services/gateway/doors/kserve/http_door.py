@@ -13,7 +13,8 @@ from services.gateway.access.authorizer import Authorizer
 from services.gateway.answers.call import Call, Deliver, Part
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.serve import AnswerService
-from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.http import Exchange
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.kserve import answers, json_form
 from services.gateway.doors.kserve import requests as messages
 from services.gateway.doors.kserve.door import KServeModels

@@ -17,7 +17,8 @@ from services.gateway.answers.call import Call, Deliver, Delta, Finish, Part, Pu
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.deadline import deadline_exceeded
 from services.gateway.answers.serve import AnswerService
-from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.http import Exchange
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.openai.answers import Format, model_json, receipt_json
 from services.gateway.doors.openai.requests import parse, parse_tokenize
 from services.gateway.links.catalog import Catalog

@@ -10,7 +10,8 @@ from protos import inference_pb2 as api
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
-from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.http import Exchange
+from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.openai.answers import receipt_json
 from services.gateway.doors.openai.values import (
     MOST_UINT32,
