@@ -99,15 +99,13 @@ def _choose(
 def _keys(scores, lanes, E: tl.constexpr):
     """Integers in the order of the scores [rows, BLOCK_E], of equal scores the lower expert last: one maximum finds the
     likeliest expert. What is no number comes before all numbers, and lanes from E on before these."""
-    WIDE: tl.constexpr = scores.dtype.primitive_bitwidth == 32
-    if WIDE:
+    least: tl.constexpr = -(1 << scores.dtype.primitive_bitwidth - 1)
+    if scores.dtype.primitive_bitwidth == 32:
         bits = scores.to(tl.int32, bitcast=True)
         bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-        least: tl.constexpr = -(1 << 31)
     else:
         bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
         bits = bits ^ ((bits >> 31) & 0x7FFF)
-        least: tl.constexpr = -(1 << 15)
     number = scores.to(tl.float32)
     bits = tl.where(number == 0, 0, tl.where(number == number, bits, least + 1))
     bits = tl.where((lanes < E)[None, :], bits, least)
