@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from protos.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from services import process, rpc
-from services.gateway.access.authorizer import Authorizer
+from services.errors import WeftError
+from services.gateway.access.authorizer import Authorizer, Credentials
 from services.gateway.access.load_gate import LoadGate
 from services.gateway.answers.encoding.serve import EncodeService
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
 from services.gateway.doors.accept_probe import AcceptProbe
-from services.gateway.doors.grpc_gate import AuthCheck, LoadInterceptor
+from services.gateway.doors.grpc_gate import AuthCheck, RefusalInterceptor
 from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.http_server import HttpServer, listen
 from services.gateway.doors.kserve.door import NAME as KSERVE
@@ -49,7 +50,8 @@ class Ports:
         rpc.check_address(settings.listen, self._public.protected, settings.allow_unprotected)
         self._probe = AcceptProbe()
         self.gate = LoadGate(settings.gateway_most_calls, lambda: backend.metrics.in_flight, self._probe.wait_s)
-        backend.metrics.load(self.gate.share_now, lambda: self.gate.refused)
+        early = self._answers.early_refusal
+        backend.metrics.load(self.gate.share_now, lambda: self.gate.refused + early.refused)
         self._http = self._http_server(scrape) if settings.gateway_http_port else None
         self.grpc: rpc.Server
 
@@ -71,6 +73,14 @@ class Ports:
         await asyncio.gather(*stopping, *([self._http.stop()] if self._http is not None else []))
         await self._probe.close()
 
+    def _refusal(self, credentials: Credentials) -> WeftError | None:
+        """Why a call that arrives now is refused before it is read, or None."""
+        return self.gate.refusal()
+
+    def _answer_refusal(self, credentials: Credentials) -> WeftError | None:
+        """The same for a call that asks for an answer of a model."""
+        return self.gate.refusal() or self._answers.early_refusal.refusal(credentials)
+
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings
         native, kserve = InferenceService(self._answers, self._encoding), KServeService(self._answers, self._kserve)
@@ -88,14 +98,14 @@ class Ports:
             mesh_id=settings.mesh_id,
             checks=[AuthCheck(self._access, settings.gateway_open_reflection)],
             shares_port=self._shared,
-            gates=[LoadInterceptor(self.gate)],
+            gates=[RefusalInterceptor(self._refusal, self._answer_refusal)],
             options=settings.connection_options(),
             own_address=self._probe.address,
         )
 
     def _http_server(self, scrape: Callable[[], Awaitable[bytes]]) -> HttpServer:
         settings, catalog = self._settings, self._backend.catalog
-        routes = HttpRoutes(self._backend.metrics.all, lambda credentials: self.gate.refusal())
+        routes = HttpRoutes(self._backend.metrics.all, self._refusal, self._answer_refusal)
         OpenAIDoor(self._answers, self._access, catalog).add_to(routes)
         EmbeddingsDoor(self._encoding, self._access).add_to(routes)
         KServeHttpDoor(self._answers, self._access, self._kserve).add_to(routes)

@@ -28,6 +28,10 @@ Credentials = Sequence[str]
 """The values of a call's `authorization` header (or metadata). A call with several of them is not authenticated."""
 
 
+Refusal = Callable[[Credentials], WeftError | None]
+"""Returns why a call with these credentials that arrives now is refused before it is read; None if it is read."""
+
+
 class Authorizer:
     """The tenants of a file and their use of their limits; without a file one tenant without limits."""
 

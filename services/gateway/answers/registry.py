@@ -9,14 +9,16 @@ from services.errors import WeftError
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.generation import Generation, Observer
 from services.gateway.backend import Backend
+from services.gateway.links.early_refusal import EarlyRefusal
+from services.gateway.links.queue_share import QUEUE_FULL
 from services.gateway.links.unmeetable import REASON, UnmeetableDeadlines
 
 
 class Registry:
     """Generations that have subscribers."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, early: EarlyRefusal) -> None:
+        self._backend, self._early = backend, early
         self._running: dict[tuple[str, str], Generation] = {}
         self._unmeetable = UnmeetableDeadlines()
 
@@ -49,7 +51,10 @@ class Registry:
 
     def _check_room(self, admitted: AdmittedRequest) -> None:
         sheddable = admitted.request.criticality == api.CRITICALITY_SHEDDABLE
-        self._backend.scheduler.check_room(admitted.served.model, admitted.tenant.hash, sheddable)
+        error = self._backend.scheduler.refusal(admitted.served.model, admitted.tenant.hash, sheddable)
+        if error is not None:
+            self._early.note(found=False)
+            raise error
 
     def _check_time(self, admitted: AdmittedRequest, subscriber: Observer) -> None:
         now = time.monotonic()
@@ -60,6 +65,10 @@ class Registry:
     async def leave(self, generation: Generation, subscriber: Observer) -> None:
         """Ends a subscription, and the generation with its last one."""
         generation.subscribers.discard(subscriber)
+        if any(each.costs.hit for each in generation.continuations):
+            self._early.note(found=True)
+        elif generation.error is not None and generation.error.reason == QUEUE_FULL:
+            self._early.note(found=False)
         # A retry avoids workers that take other requests: its refusal shows nothing about these.
         if generation.error is not None and generation.error.reason == REASON and not generation.retried:
             now, admitted = time.monotonic(), generation.admitted

@@ -18,6 +18,7 @@ from services.gateway.answers.registry import Registry
 from services.gateway.answers.subscriber import Subscriber
 from services.gateway.backend import Backend
 from services.gateway.links.adapters import Served
+from services.gateway.links.early_refusal import EarlyRefusal
 from services.gateway.links.scheduler_link import no_scheduler
 from services.gateway.text.encoder import SMALL_BYTES
 from services.validate_encode import check_task
@@ -29,7 +30,8 @@ class AnswerService:
     def __init__(self, backend: Backend, access: Authorizer) -> None:
         self._backend = backend
         self._access = access
-        self._registry = Registry(backend)
+        self.early_refusal = EarlyRefusal(access, backend.catalog, backend.scheduler)
+        self._registry = Registry(backend, self.early_refusal)
         self._models_known = backend.scheduler.models_known
 
     async def serve(self, call: Call) -> None:

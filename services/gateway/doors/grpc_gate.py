@@ -1,13 +1,14 @@
-"""Refuses gRPC calls before their message is read: those that the process has no time for, and those without valid
-credentials. Knows no requests."""
+"""Refuses gRPC calls before their message is read: those that the process has no time or no room for, and those without
+valid credentials. Knows no requests."""
 
+from functools import lru_cache
 from typing import Any
 
 import grpc
 from grpc import aio
 
-from services.gateway.access.authorizer import Authorizer, Credentials, method_denied
-from services.gateway.access.load_gate import LoadGate, overloaded
+from services.errors import WeftError
+from services.gateway.access.authorizer import Authorizer, Credentials, Refusal, method_denied
 from services.interceptor import rebuilt
 
 RECEIPT_KEY = "weft-receipt-bin"
@@ -30,6 +31,8 @@ _PERMITTED_BY = {
     f"{_KSERVE}RepositoryModelUnload": "ListModels",
 }
 """The method of weft.v1 that a tenant's key must permit for a method of another protocol."""
+_ANSWERS = (f"{_PUBLIC}Generate", f"{_PUBLIC}Complete", f"{_KSERVE}ModelInfer")
+"""Methods whose calls ask for one answer of a model."""
 _PROBES = (f"{_KSERVE}ServerLive", f"{_KSERVE}ServerReady")
 
 
@@ -67,27 +70,38 @@ class AuthCheck:
         self.check(str(details.method), credentials_of(details.invocation_metadata))
 
 
-class LoadInterceptor(aio.ServerInterceptor):
-    """Refuses calls that the process has no time for, as cheaply as it can: the first interceptor of its server."""
+class RefusalInterceptor(aio.ServerInterceptor):
+    """Refuses calls before they are read, as cheaply as it can: the first interceptor of its server."""
 
-    def __init__(self, gate: LoadGate) -> None:
-        self._gate = gate
-        self._refusing: dict[str, Any] = {}
-        status: Any = overloaded().status()
-        refusal = status.code, status.details, tuple(status.trailing_metadata)
-
-        async def refuse(request: object, context: Any) -> None:
-            await context.abort(*refusal)
-
-        self._refuse = refuse
+    def __init__(self, refusal: Refusal, answer_refusal: Refusal) -> None:
+        """`refusal` is for all calls but those of probes, `answer_refusal` instead of it for those that ask for an
+        answer."""
+        self._refusals = refusal, answer_refusal
+        self._known: dict[str, tuple[Any, Refusal]] = {}
+        """By method: a handler of its kind, and what refuses its calls."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        method = handler_call_details.method
-        refusing = self._refusing.get(method)
-        if refusing is not None and self._gate.refusal() is not None:
-            return refusing
-        handler = await continuation(handler_call_details)
-        if refusing is not None or handler is None or method.startswith(_HEALTH) or method.endswith(_STATES):
-            return handler
-        refusing = self._refusing[method] = rebuilt(handler, self._refuse)
-        return refusing if self._gate.refusal() is not None else handler
+        method, handler = handler_call_details.method, None
+        known = self._known.get(method)
+        if known is None:
+            handler = await continuation(handler_call_details)
+            if handler is None or method.startswith(_HEALTH) or method.endswith(_STATES):
+                return handler
+            known = self._known[method] = rebuilt(handler, None), self._refusals[method in _ANSWERS]
+        kind, refusal = known
+        error = refusal(credentials_of(handler_call_details.invocation_metadata))
+        if error is not None:
+            return rebuilt(kind, _aborting(error.code, error.reason, error.message, error.retry_after_s))
+        return handler or await continuation(handler_call_details)
+
+
+@lru_cache(maxsize=16)
+def _aborting(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float) -> Any:
+    """What handles a call that fails with this error: most refusals are like the one before them."""
+    status: Any = WeftError(code, reason, message, retry_after_s=retry_after_s).status()
+    refusal = status.code, status.details, tuple(status.trailing_metadata)
+
+    async def abort(request: object, context: Any) -> None:
+        await context.abort(*refusal)
+
+    return abort

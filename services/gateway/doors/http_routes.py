@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services import metrics, telemetry
 from services.errors import WeftError, internal, unavailable
-from services.gateway.access.authorizer import Credentials
+from services.gateway.access.authorizer import Credentials, Refusal
 from services.gateway.doors.http import (
     ClientGone,
     ErrorForm,
@@ -27,8 +27,6 @@ from services.gateway.doors.http import (
 )
 
 Handler = Callable[[Exchange], Awaitable[None]]
-Refusal = Callable[[Credentials], WeftError | None]
-"""Returns why a request with these credentials that arrives now is refused before it is read, or None."""
 Refused = tuple[int, Sequence[Header], bytes]
 """A response: status, headers without the length, body."""
 _CHECKED = "checked"

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import structlog
@@ -96,6 +97,12 @@ class Catalog:
         if self._is_loading(name):
             raise unavailable("MODEL_LOADING", "the model is being loaded")
         raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", self._not_found(name, tenant), field="model")
+
+    def generating(self, tenant: Tenant) -> Iterator[str]:
+        """The models that generate and that the tenant may use, by the scheduler's names."""
+        for served in self._served.values():
+            if "generate" in tasks_of(served.card) and _permits(tenant, served):
+                yield served.model
 
     def _not_found(self, name: str, tenant: Tenant) -> str:
         """The message for an unknown name, with the names of the models that the tenant may use."""

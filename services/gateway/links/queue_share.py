@@ -56,10 +56,13 @@ class QueueShare:
         """Any number of jobs may wait: there is another scheduler."""
         self._refused_at = -math.inf
 
+    def was_refused(self, now: float) -> bool:
+        """The scheduler has refused a job lately: only so many may wait."""
+        return now - self._refused_at < _FORGET_S
+
     def most(self, now: float) -> float:
         """How many jobs may wait."""
-        passed_s = now - self._refused_at
-        return self._most + _GROWTH_PER_S * passed_s if passed_s < _FORGET_S else math.inf
+        return self._most + _GROWTH_PER_S * (now - self._refused_at) if self.was_refused(now) else math.inf
 
     def refusal(self, tenant: str, sheddable: bool, now: float) -> WeftError | None:
         """Why a new job is not submitted; None if it is.

@@ -159,11 +159,21 @@ class SchedulerLink:
             if self._submissions.get(submit.job_id) is pending:
                 self._remove(pending)
 
-    def check_room(self, model: str, tenant: str, sheddable: bool) -> None:
-        """Raises WeftError if the scheduler's queue of this model is full, as far as this gateway may fill it. `tenant`
-        is the hash of the name."""
+    @property
+    def queue_was_full(self) -> bool:
+        """The scheduler has lately refused a job because a queue was full."""
+        now = time.monotonic()
+        return any(share.was_refused(now) for share in self._shares.values())
+
+    def refusal(self, model: str, tenant: str, sheddable: bool = False) -> WeftError | None:
+        """Why a new job is refused here: the scheduler's queue of this model is full, as far as this gateway may fill
+        it. None if it is submitted. `tenant` is the hash of the name."""
         share = self._shares.get(model)
-        error = share.refusal(tenant, sheddable, time.monotonic()) if share is not None and not self.silent else None
+        return share.refusal(tenant, sheddable, time.monotonic()) if share is not None and not self.silent else None
+
+    def check_room(self, model: str, tenant: str, sheddable: bool) -> None:
+        """Raises WeftError if a new job is refused here."""
+        error = self.refusal(model, tenant, sheddable)
         if error is not None:
             raise error
 

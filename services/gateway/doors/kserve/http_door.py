@@ -44,9 +44,9 @@ class KServeHttpDoor:
             routes.add("GET", base, self.metadata)
             routes.add("GET", f"{base}/ready", self.model_ready)
             routes.add("GET", f"{base}/config", self.config)
-            routes.add("POST", f"{base}/infer", self.infer)
-            routes.add("POST", f"{base}/generate", self.generate)
-            routes.add("POST", f"{base}/generate_stream", self.generate_stream)
+            routes.add("POST", f"{base}/infer", self.infer, answers=True)
+            routes.add("POST", f"{base}/generate", self.generate, answers=True)
+            routes.add("POST", f"{base}/generate_stream", self.generate_stream, answers=True)
 
     async def live(self, exchange: Exchange) -> None:
         """The process runs. Needs no key."""

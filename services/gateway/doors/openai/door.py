@@ -43,8 +43,8 @@ class OpenAIDoor:
 
     def add_to(self, routes: HttpRoutes) -> None:
         """Adds the door's routes."""
-        routes.add("POST", "/v1/chat/completions", self.chat)
-        routes.add("POST", "/v1/completions", self.completions)
+        routes.add("POST", "/v1/chat/completions", self.chat, answers=True)
+        routes.add("POST", "/v1/completions", self.completions, answers=True)
         routes.add("GET", "/v1/models", self.models)
         routes.add("GET", "/v1/models/{name:path}", self.model)
         routes.add("POST", "/tokenize", self.tokenize)

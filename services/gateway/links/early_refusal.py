@@ -1,0 +1,56 @@
+"""Requests that are refused before they are read: those of a tenant whose models all have a full queue.
+
+Knows credentials and names of models, no requests. To read, validate and record a request costs several times what it
+costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
+as long as some answers are found there, every request is read.
+"""
+
+import random
+
+from services.errors import WeftError
+from services.gateway.access.authorizer import Authorizer, Credentials
+from services.gateway.access.tenants import Tenant
+from services.gateway.links.catalog import Catalog
+from services.gateway.links.scheduler_link import SchedulerLink
+
+_FEW = 1 / 16
+"""Share of answers found in the result cache below which requests are refused unread, and share of these requests that
+are read nevertheless: without any, nothing would show that answers are found again."""
+_WEIGHT = 1 / 64
+"""Of one request in that share: at first about 180 requests are refused after they were read."""
+
+
+class EarlyRefusal:
+    """Refuses requests that only the result cache could answer, while it answers few."""
+
+    def __init__(self, access: Authorizer, catalog: Catalog, scheduler: SchedulerLink) -> None:
+        self.refused = 0
+        self._access, self._catalog, self._scheduler = access, catalog, scheduler
+        self._found = 1.0
+        """Share of answers found in the result cache, among these and requests that a full queue refused."""
+
+    def note(self, found: bool) -> None:
+        """A request that was read had its answer in the result cache, or else a full queue refused it."""
+        self._found += (found - self._found) * _WEIGHT
+
+    def refusal(self, credentials: Credentials) -> WeftError | None:
+        """Why a request for an answer that arrives now is refused unread; None if it is read."""
+        if self._found >= _FEW or not self._scheduler.queue_was_full:
+            return None
+        try:
+            error = self._full(self._access.tenant(credentials))
+        except WeftError:
+            return None  # Without a valid key it is refused for that.
+        if error is None or random.random() < _FEW:
+            return None
+        self.refused += 1
+        return error
+
+    def _full(self, tenant: Tenant) -> WeftError | None:
+        """The refusal by one of the queues, if those of all models that the tenant may use are full."""
+        error = None
+        for model in self._catalog.generating(tenant):
+            error = self._scheduler.refusal(model, tenant.hash)
+            if error is None:
+                return None
+        return error

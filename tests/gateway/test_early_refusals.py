@@ -1,0 +1,129 @@
+"""While the queues of a tenant's models are full, its requests are refused before they are read."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2
+from services.errors import exhausted
+from services.gateway.links import queue_share
+from tests.gateway.fakes import Answer, FakeMesh, ask, generate, rejected, until
+from tests.gateway.http_client import client
+from tests.gateway.model import ANSWER, LOREM
+from tests.gateway.tenant_files import KEY, tenant
+from tests.gateway.test_refusals import reason_of
+from tests.ports import free_port
+
+TEXT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 400, "temperature": 0, "cache": "bypass"}
+MANY = 5000
+
+
+def full(submit: mesh_pb2.Submit) -> mesh_pb2.DispatchResponse:
+    """The scheduler's refusal."""
+    return rejected(submit, exhausted("QUEUE_FULL", "no room", 0.5))
+
+
+def was_read(answer: Answer) -> bool:
+    """The call was refused by a full queue -> whether it was read before: only then it has a receipt."""
+    assert answer.error is not None
+    assert (answer.error.code(), reason_of(answer.error)) == (StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    return "weft-receipt-bin" in answer.trailing
+
+
+@asynccontextmanager
+async def crowded(monkeypatch: pytest.MonkeyPatch, key: str = "", **settings: Any) -> AsyncIterator[FakeMesh]:
+    """A gateway whose scheduler's queue is full, and which has begun to refuse requests unread."""
+    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    async with FakeMesh(http_port=free_port(), cache=True, gateway_cache_budget_s=5.0, **settings) as mesh:
+        await generate(mesh.stub, ask(), metadata=authorization(key))
+        await until(lambda: mesh.cache is not None and len(mesh.cache.results) == 1)
+        mesh.scheduler.decide = full
+        refusals = 0
+        while was_read(await refused(mesh, key)):
+            refusals += 1
+            assert refusals < MANY
+        assert refusals > 100
+        yield mesh
+
+
+def authorization(key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call with this key."""
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+async def refused(mesh: FakeMesh, key: str = "") -> Answer:
+    """A call that no result can answer."""
+    return await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS), metadata=authorization(key))
+
+
+async def test_requests_for_a_full_queue_are_refused_unread_until_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with crowded(monkeypatch) as mesh, client(mesh) as http_client:
+        submits = len(mesh.scheduler.submits)
+        assert sum([was_read(await refused(mesh)) for _ in range(200)]) < 100
+        unread = 0
+        for _ in range(50):
+            response = await http_client.post("/v1/completions", json=TEXT)
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+            assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("1", "500")
+            unread += "weft-receipt" not in response.headers
+            infer = await http_client.post("/v2/models/fake/generate", json={"text_input": "hello"})
+            assert (infer.status_code, infer.json()["reason"]) == (429, "QUEUE_FULL")
+        assert unread > 25
+        assert len(mesh.scheduler.submits) == submits
+        assert "weft_gateway_refused_total 0.0" not in (await http_client.get("/metrics")).text
+        for path in ("/v1/models", "/v2/models/fake", "/health"):  # They need no place in a queue.
+            assert (await http_client.get(path)).status_code == 200
+        assert (await http_client.post("/tokenize", json={"prompt": "hello"})).status_code == 200
+        monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 1e9)
+        mesh.scheduler.decide = None
+        assert (await http_client.post("/v1/completions", json=TEXT)).json()["choices"][0]["text"] == LOREM
+
+
+async def test_requests_are_read_again_once_the_result_cache_has_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowded(monkeypatch) as mesh:
+        in_a_row = 0
+        for _ in range(MANY):
+            answer = await generate(mesh.stub, ask())
+            in_a_row = in_a_row + 1 if answer.error is None else 0
+            if in_a_row == 20:
+                break
+        assert (in_a_row, answer.ids(), answer.receipt.result_hit) == (20, ANSWER, True)
+
+
+async def test_a_wrong_key_is_refused_as_one_and_another_tenant_has_its_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(tenant("one") + tenant("two", "wk-two"))
+    async with crowded(monkeypatch, KEY, tenants_file=str(file)) as mesh, client(mesh, "wk-wrong") as stranger:
+        for _ in range(20):
+            assert (await stranger.post("/v1/completions", json=TEXT)).status_code == 401
+            answer = await refused(mesh, "wk-wrong")
+            assert answer.error is not None
+            assert answer.error.code() is StatusCode.UNAUTHENTICATED
+        scheduler = mesh.scheduler
+        scheduler.hold = True
+        monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 1e9)
+        before = len(scheduler.submits)
+        waiting = [asyncio.ensure_future(refused(mesh, KEY)) for _ in range(8)]
+        await until(lambda: len(scheduler.submits) == before + 8)
+        scheduler.hold = False
+        assert was_read(await refused(mesh, KEY))  # The ninth is refused by the scheduler: seven may wait.
+        monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)
+        before = len(scheduler.submits)
+        for _ in range(50):
+            was_read(await refused(mesh, KEY))
+        assert len(scheduler.submits) == before
+        scheduler.decide = None
+        assert (await refused(mesh, "wk-two")).ids() == ANSWER
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
