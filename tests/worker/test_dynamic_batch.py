@@ -47,6 +47,26 @@ def test_a_batch_is_flushed_early_when_nothing_more_comes() -> None:
     assert batch.wait_s(now + overdue) == 0.0
 
 
+def test_a_lone_caller_waits_for_nobody_however_fast_its_texts_come() -> None:
+    batch, now = DynamicBatch(100, 8, WAIT_S), 0.0
+    for key in range(50):
+        now += WAIT_S / 5
+        batch.add(key, [text(key, 1, now, place) for place in range(3)], now)
+        assert batch.wait_s(now) == 0.0
+        assert len(batch.take()) == 3
+
+
+def test_as_many_callers_as_had_texts_in_the_last_batch_are_waited_for() -> None:
+    batch, now = filled(*[1] * 6), 0.0
+    for turn in range(1, 20):
+        assert len(batch.take()) == 6
+        for place in range(6):
+            assert place == 0 or 0 < batch.wait_s(now) <= WAIT_S
+            now += WAIT_S / 100
+            batch.add(10 * turn + place, [text(10 * turn + place, 1, now)], now)
+        assert batch.wait_s(now) == 0.0
+
+
 def test_a_batch_is_filled_with_texts_that_fit_and_the_first_is_never_passed_over() -> None:
     batch = filled(70, 40, 20, 50, 5)
     assert [each.key for each in batch.take()] == [0, 2, 4]

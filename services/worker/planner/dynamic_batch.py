@@ -1,7 +1,8 @@
 """Dynamic batching: which texts an encoder computes next, and when. Pure: the clock is an argument. Knows no tokens.
 
 A batch is computed at once when it is full, and else when its oldest text has waited for the longest wait, or when
-nothing more is expected: the next arrival is overdue, or is expected after that moment.
+nothing more is expected: the next arrival is overdue, or is expected after that moment, or as many jobs wait as the
+last batch had. Callers mostly send the next text after the answer to the last one, so a lone caller waits for nobody.
 """
 
 import math
@@ -38,6 +39,8 @@ class DynamicBatch:
         self._priorities: dict[int, int] = {}
         """Of each job that has texts here."""
         self._texts = self._tokens = 0
+        self._last_jobs = math.inf
+        """Jobs that had texts in the last batch."""
         self._last_arrival = -math.inf
         self._gap_s = longest_wait_s
         """The mean of the gaps between arrivals, none of which counts for more than the longest wait."""
@@ -78,7 +81,7 @@ class DynamicBatch:
         """Seconds to wait for more texts; 0: a batch is to be computed now; infinite: no text waits."""
         if not self._texts:
             return math.inf
-        if self.is_full:
+        if self.is_full or len(self._priorities) >= self._last_jobs:
             return 0.0
         latest = min(texts[0].arrived for texts in self._in_order()) + self.longest_wait_s
         if self._last_arrival + self._gap_s >= latest:
@@ -108,6 +111,7 @@ class DynamicBatch:
         for key in emptied:
             self._remove(key)
         self._count(batch, -1)
+        self._last_jobs = len({text.key for text in batch})
         return batch
 
     def _in_order(self) -> Iterator[deque[WaitingText]]:
