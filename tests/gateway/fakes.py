@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -39,6 +40,10 @@ else:
     Stub = Any
 
 Context = aio.ServicerContext[Any, Any]
+
+
+VECTOR = array("f", [0.5, -2.0])
+"""What the fake workers compute of each text."""
 
 
 class FakeScheduler(SchedulerServicer):
@@ -162,7 +167,8 @@ class Running:
 
 
 class FakeWorker(WorkerServicer):
-    """Continues every job with the tokens of `script`, one per step; the jobs of a step share a message."""
+    """Continues every job with the tokens of `script`, one per step; the jobs of a step share a message. Of texts it
+    returns the same vector."""
 
     def __init__(self, worker_id: str, script: Callable[[mesh_pb2.Job], Sequence[int]]) -> None:
         self.worker_id = worker_id
@@ -307,6 +313,9 @@ class FakeWorker(WorkerServicer):
         if self.fail_at is not None:
             end.reason = api.FINISH_REASON_ERROR
             end.failure.CopyFrom(self.fail_at[1].failure())
+        elif running.job.HasField("encode"):
+            end.reason = api.FINISH_REASON_STOP
+            end.vectors.width, end.vectors.data = len(VECTOR), VECTOR.tobytes() * len(running.job.encode.lengths)
         elif running.position >= running.job.sampling.max_tokens:
             end.reason = api.FINISH_REASON_LENGTH
         else:

@@ -19,7 +19,7 @@ from services.errors import WeftError
 from services.gateway.answers import handoff
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.attempt import Answer, Attempt
-from services.gateway.answers.early_attempt import EarlyAttempt
+from services.gateway.answers.early_attempt import EarlyAttempt, early_link
 from services.gateway.answers.job_messages import JobMessages
 from services.gateway.answers.receipt import AttemptCosts
 from services.gateway.answers.retry_policy import RetryPolicy, RetryState
@@ -91,7 +91,7 @@ class Continuation:
         if self._attempt is not None:
             self._attempt.advance()
 
-    async def _run(self, early: EarlyAttempt | None) -> None:
+    async def _run(self, early: EarlyAttempt[Attempt] | None) -> None:
         if self._key is None or not self._backend.results.enabled:
             await self._generate(early)
         elif (result := await self._race(self._key, early)) is not None:
@@ -99,7 +99,7 @@ class Continuation:
             return
         self._store()
 
-    async def _race(self, key: ResultKey, early: EarlyAttempt | None) -> cache_pb2.CachedResult | None:
+    async def _race(self, key: ResultKey, early: EarlyAttempt[Attempt] | None) -> cache_pb2.CachedResult | None:
         """Generates and looks the result up at the same time. -> the result, if it arrived before the first token."""
         work = asyncio.create_task(self._generate(early))
         look_up = asyncio.create_task(self._look_up(key))
@@ -144,7 +144,7 @@ class Continuation:
         if writes and self._key is not None and ending is not None and not self.costs.joined:
             self._backend.results.put(self._key, to_result(self.journal, ending))
 
-    async def _generate(self, early: EarlyAttempt | None) -> None:
+    async def _generate(self, early: EarlyAttempt[Attempt] | None) -> None:
         """Runs attempts until the answer has ended. Raises WeftError."""
         while self.journal.ending is None:
             placement = await self._place()
@@ -156,7 +156,7 @@ class Continuation:
                 await self._run_stage(second, None)
             early = None
 
-    async def _begin_elsewhere(self, first: Placement, second: Placement, early: EarlyAttempt | None) -> bool:
+    async def _begin_elsewhere(self, first: Placement, second: Placement, early: EarlyAttempt[Attempt] | None) -> bool:
         """Runs an attempt up to the first token, while the worker of the second stage fetches what the first one
         computes. -> whether there is a second stage: not if the answer has ended or the attempt is lost."""
         needed = False
@@ -175,7 +175,7 @@ class Continuation:
             keys = self._messages.block_keys(self.journal)
             self._backend.workers.to(second.address).prefetch(first.address, keys)
 
-    async def _run_stage(self, placement: Placement, early: EarlyAttempt | None) -> bool:
+    async def _run_stage(self, placement: Placement, early: EarlyAttempt[Attempt] | None) -> bool:
         """Runs the part of an attempt that one worker has, and prepares the next attempt if that is lost. -> whether
         the worker handed the answer off. Raises WeftError if there is to be no other attempt."""
         before = len(self.journal.tokens)
@@ -218,20 +218,16 @@ class Continuation:
                 if error.code is not StatusCode.DEADLINE_EXCEEDED or not extended:
                     raise
 
-    def _early_attempt(self) -> EarlyAttempt | None:
-        """Sends the first attempt before the scheduler's answer, where the model has one worker and this gateway runs
-        nothing there: elsewhere the scheduler may choose another place, or the job would have to wait."""
-        address = self._admitted.served.only_address
-        link = self._backend.workers.to(address) if address else None
-        if link is None or not link.idle or not link.usable:
-            return None
-        if self._backend.scheduler.suspects and self._messages.fingerprint in self._backend.scheduler.suspects:
+    def _early_attempt(self) -> EarlyAttempt[Attempt] | None:
+        """Sends the first attempt before the scheduler's answer, where that is likely to be this worker."""
+        link = early_link(self._backend, self._admitted.served, lambda: self._messages.fingerprint)
+        if link is None:
             return None
         span, deadline = self._begin_span(), self._answer.deadline()
         job = self._messages.job(self.journal, deadline, span.traceparent, None)
-        return EarlyAttempt(Attempt(self._answer, link.run(job, "", self._on_tokens), span, deadline), address)
+        return EarlyAttempt(Attempt(self._answer, link.run(job, "", self._on_tokens), span, deadline))
 
-    def _open_attempt(self, placement: Placement, early: EarlyAttempt | None) -> Attempt:
+    def _open_attempt(self, placement: Placement, early: EarlyAttempt[Attempt] | None) -> Attempt:
         """The attempt at this placement: the early one if it is there, else a new one."""
         joined = isinstance(placement, mesh.Joined)
         self.costs.continued(placement.worker_id)

@@ -6,28 +6,58 @@ CONFIRMED. Any other answer of the scheduler aborts it, and so does a scheduler 
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
-from services.gateway.answers.attempt import Attempt
+from services import telemetry
+from services.gateway.backend import Backend
+from services.gateway.links.adapters import Served
 from services.gateway.links.scheduler_link import Placement
+from services.gateway.links.worker_link import JobStream, WorkerLink
 
 CONFIRM_WAIT_S = 0.25
 """How long an early attempt waits for the scheduler. A scheduler with a free worker answers within 2 ms, in a burst
 later; a job that has to wait in the queue must not run meanwhile."""
 
 
-class EarlyAttempt:
+class OpenAttempt(Protocol):
+    """An attempt whose job a worker has received."""
+
+    @property
+    def stream(self) -> JobStream:
+        """The job's stream."""
+
+    @property
+    def span(self) -> telemetry.Span:
+        """The attempt's span."""
+
+
+Opened = TypeVar("Opened", bound=OpenAttempt)
+
+
+def early_link(backend: Backend, served: Served, fingerprint: Callable[[], bytes]) -> WorkerLink | None:
+    """The link for an early attempt. None where the model has several workers or this gateway runs a job at its only
+    one: the scheduler may choose another place, or the job would have to wait. None for suspects, which `fingerprint`
+    identifies: they are placed by the scheduler alone."""
+    if not served.only_address:
+        return None
+    link, suspects = backend.workers.to(served.only_address), backend.scheduler.suspects
+    if not link.idle or not link.usable or (suspects and fingerprint() in suspects):
+        return None
+    return link
+
+
+class EarlyAttempt(Generic[Opened]):
     """A `with` block around an attempt that is not confirmed yet: aborts it at the end, unless it was confirmed."""
 
-    def __init__(self, attempt: Attempt, address: str) -> None:
-        """`address` of the worker that has the job."""
+    def __init__(self, attempt: Opened) -> None:
         self.attempt = attempt
-        self._address = address
         self._settled = False
         self._timer = asyncio.get_running_loop().call_later(CONFIRM_WAIT_S, self._expire)
 
-    def __enter__(self) -> "EarlyAttempt":
+    def __enter__(self) -> "EarlyAttempt[Opened]":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,7 +68,7 @@ class EarlyAttempt:
         """Confirms the job if the scheduler placed it on this worker and it has not failed there; else aborts it."""
         stream = self.attempt.stream
         failed = stream.closed.done() if stream.end is None else stream.end.reason == api.FINISH_REASON_ERROR
-        if failed or not isinstance(placement, mesh.Assigned) or placement.address != self._address:
+        if failed or not isinstance(placement, mesh.Assigned) or placement.address != stream.link.address:
             self._abort()
             return False
         self._settled = True

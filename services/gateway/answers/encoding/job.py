@@ -3,8 +3,14 @@
 Knows scheduler and workers, no caches and no clients.
 """
 
+import asyncio
+from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import structlog
 
@@ -13,12 +19,13 @@ from protos import mesh_pb2 as mesh
 from services import hashing, telemetry
 from services.errors import WeftError
 from services.gateway.access.tenants import Tenant
+from services.gateway.answers.early_attempt import EarlyAttempt, early_link
 from services.gateway.answers.job_messages import remaining_s
 from services.gateway.answers.receipt import AttemptCosts
 from services.gateway.answers.retry_policy import RetryPolicy, RetryState
 from services.gateway.backend import Backend
 from services.gateway.links.adapters import Served
-from services.gateway.links.worker_link import JobStream, worker_lost
+from services.gateway.links.worker_link import JobStream, WorkerLink, worker_lost
 from services.gateway.text.inputs import InputTokens
 from services.gateway.text.journal import packed
 
@@ -47,7 +54,14 @@ class EncodeRequestParts:
         return 4 * (self.dimensions or self.served.card.encoder.width)
 
 
-@dataclass(eq=False, slots=True)
+class _Attempt(NamedTuple):
+    """An attempt whose job was sent."""
+
+    stream: JobStream
+    span: telemetry.Span
+
+
+@dataclass(eq=False)
 class EncodeJob:
     """Texts that a worker encodes together."""
 
@@ -67,13 +81,21 @@ class EncodeJob:
 
     async def run(self) -> list[bytes]:
         """A vector for each text. Raises WeftError."""
+        with self._early_attempt() or nullcontext() as early:
+            await asyncio.sleep(0)  # The early attempt's job is written before the scheduler's message is made.
+            return await self._run(early)
+
+    async def _run(self, early: EarlyAttempt[_Attempt] | None) -> list[bytes]:
         policy, state = RetryPolicy(self.backend.settings.gateway_max_attempts), RetryState()
-        scheduler, attempt = self.backend.scheduler, 1
+        scheduler, number = self.backend.scheduler, 1
         while True:
-            placement = await scheduler.submit(self._submit(attempt, state))
+            placement = await scheduler.submit(self._submit(number, state))
             assert isinstance(placement, mesh.Assigned), "no job joins another one without an identity"
             self.costs.assigned(placement.worker_id, placement.queue_s)
-            stream = await self._attempt(placement, attempt)
+            confirmed = early is not None and early.confirm(placement)
+            attempt = early.attempt if early is not None and confirmed else self._open(placement, number)
+            attempt.span.set({"weft.worker": placement.worker_id})
+            stream = await self._finish(attempt)
             loss = self._loss(stream)
             if loss is None and stream.end is not None:
                 if placement.probation:
@@ -81,24 +103,37 @@ class EncodeJob:
                 return self._vectors(stream.end.vectors)
             loss = loss or worker_lost()
             self.backend.metrics.attempt_lost(loss)
-            log.info("attempt lost", attempt=attempt, reason=loss.reason)
+            log.info("attempt lost", attempt=number, reason=loss.reason)
             retry = policy.next(state, loss, placement)
             if retry is None:
                 raise loss
-            state = replace(retry, lost_on=placement.worker_id if stream.broken else "", lost_after=0)
-            attempt += 1
+            broken = stream.broken or (early is not None and early.attempt.stream.broken)
+            state = replace(retry, lost_on=placement.worker_id if broken else "", lost_after=0)
+            early, number = None, number + 1
 
-    async def _attempt(self, placement: mesh.Assigned, attempt: int) -> JobStream:
-        """Runs the job at a worker until its stream is closed."""
-        link = self.backend.workers.to(placement.address)
-        with telemetry.start("attempt", self.request.traceparent, kind="client") as span:
-            span.set({"weft.attempt": attempt, "weft.worker": placement.worker_id, "weft.texts": len(self.texts)})
-            job = self._job(placement, attempt, span.traceparent)
-            stream = link.run(job, placement.worker_id, lambda: None)
+    def _early_attempt(self) -> EarlyAttempt[_Attempt] | None:
+        """Sends the first attempt before the scheduler's answer, where that is likely to be this worker."""
+        link = early_link(self.backend, self.request.served, lambda: self._fingerprint)
+        return EarlyAttempt(self._open_at(link, None, 1)) if link is not None else None
+
+    def _open(self, placement: mesh.Assigned, number: int) -> _Attempt:
+        return self._open_at(self.backend.workers.to(placement.address), placement, number)
+
+    def _open_at(self, link: WorkerLink, placement: mesh.Assigned | None, number: int) -> _Attempt:
+        """Sends the job to a worker; without a placement as a tentative one."""
+        span = telemetry.start("attempt", self.request.traceparent, kind="client")
+        span.set({"weft.attempt": number, "weft.texts": len(self.texts)})
+        worker_id = placement.worker_id if placement is not None else ""
+        return _Attempt(link.run(self._job(placement, number, span.traceparent), worker_id, lambda: None), span)
+
+    async def _finish(self, attempt: _Attempt) -> JobStream:
+        """The stream of an attempt, once it is closed."""
+        stream = attempt.stream
+        with attempt.span:
             try:
                 await stream.closed
             finally:
-                link.cancel(stream, 0)
+                stream.link.cancel(stream, 0)
             has_cost = stream.end is not None and stream.end.HasField("cost")
             self.costs.add(stream.end.cost if stream.end is not None and has_cost else stream.observed_cost())
         return stream
@@ -124,13 +159,12 @@ class EncodeJob:
         return [data[start : start + size] for start in range(0, len(data), size)]
 
     def _submit(self, attempt: int, state: RetryState) -> mesh.Submit:
-        request, token_ids = self.request, self._token_ids()
-        fingerprint = (b"weft/request/1", request.tenant.salt, request.served.card.fingerprint, packed(token_ids))
+        request = self.request
         return mesh.Submit(
             job_id=self.job_id,
             attempt=attempt,
             model=request.served.card.name,
-            prompt_tokens=len(token_ids),
+            prompt_tokens=len(self._token_ids),
             max_tokens=1,
             deadline_s=remaining_s(request.deadline),
             tenant=request.tenant.hash,
@@ -138,13 +172,13 @@ class EncodeJob:
             body=hashing.digest(b"weft/body/1", self.job_id.encode()),
             avoid=state.avoid,
             traceparent=request.traceparent,
-            fingerprint=hashing.digest(*fingerprint),
+            fingerprint=self._fingerprint,
             lost_on=state.lost_on,
             lost_after=state.lost_after,
         )
 
-    def _job(self, placement: mesh.Assigned, attempt: int, traceparent: str) -> mesh.Job:
-        request, token_ids = self.request, self._token_ids()
+    def _job(self, placement: mesh.Assigned | None, attempt: int, traceparent: str) -> mesh.Job:
+        request, token_ids = self.request, self._token_ids
         pairs = any(text.second for text in self.texts)
         return mesh.Job(
             job_id=self.job_id,
@@ -154,7 +188,8 @@ class EncodeJob:
             deadline_s=remaining_s(request.deadline),
             priority=request.priority,
             traceparent=traceparent,
-            placement=placement.placement,
+            placement=placement.placement if placement is not None else 0,
+            tentative=placement is None,
             encode=mesh.EncodeTask(
                 lengths=[len(text.token_ids) for text in self.texts],
                 seconds=[text.second for text in self.texts] if pairs else (),
@@ -163,5 +198,14 @@ class EncodeJob:
             ),
         )
 
-    def _token_ids(self) -> list[int]:
-        return [token for text in self.texts for token in text.token_ids]
+    @cached_property
+    def _token_ids(self) -> "array[int]":
+        """The tokens of all texts."""
+        return array("I", chain.from_iterable(text.token_ids for text in self.texts))
+
+    @cached_property
+    def _fingerprint(self) -> bytes:
+        """What all attempts have in common: tenant, model and tokens."""
+        request = self.request
+        tokens = packed(self._token_ids)
+        return hashing.digest(b"weft/request/1", request.tenant.salt, request.served.card.fingerprint, tokens)
