@@ -38,7 +38,7 @@ async def main() -> None:
         await server.ready()
         log.info("ready", port=server.port)
         await stop.wait()
-        await server.stop(settings.drain_s)
+        await server.stop(0)  # Nothing to drain: gateways keep streams open, and a look-up that is cut off is a miss.
     finally:
         await store.close()
         await blocks.close()

@@ -9,10 +9,11 @@ from grpc import aio
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
+from services import telemetry
 from services.cache.blocks import BlockService, block_namespace
 from services.cache.settings import CacheSettings
 from services.cache.store import Namespace, Store
-from services.errors import invalid
+from services.errors import WeftError, invalid
 from services.hashing import KEY_BYTES
 from services.rpc import Service
 from services.security.frames import Kind
@@ -97,11 +98,31 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         stored = await self._blocks.put(first.blocks, wanted, _pieces(requests))
         yield cache.PutBlocksResponse(stored=stored)
 
-    async def GetVectors(self, request: cache.GetVectorsRequest, context: Context) -> cache.GetVectorsResponse:
-        """Returns the stored vectors, all looked up at once. Raises WeftError for malformed keys."""
-        keys = [_checked_key(key) for key in _checked_count("keys", request.keys)]
-        found = await self._store.get_all(self._vectors, keys)
-        return cache.GetVectorsResponse(vectors=[vector or b"" for vector in found])
+    async def LookUpVectors(  # type: ignore[override]
+        self, requests: AsyncIterator[cache.LookUpVectorsRequest], context: Context
+    ) -> None:
+        """Answers each request when its vectors are there, all looked up at once. Raises WeftError for malformed keys,
+        after the answers to the requests before."""
+        writing, refused = asyncio.Lock(), None
+        async with asyncio.TaskGroup() as answers:
+            async for request in requests:
+                try:
+                    keys = [_checked_key(key) for key in _checked_count("keys", request.keys)]
+                except WeftError as error:
+                    refused = error
+                    break
+                answers.create_task(self._answer(request, keys, context, writing))
+        if refused is not None:
+            raise refused
+
+    async def _answer(
+        self, request: cache.LookUpVectorsRequest, keys: Sequence[bytes], context: Context, writing: asyncio.Lock
+    ) -> None:
+        with telemetry.start(f"{NAME}/LookUpVectors", request.traceparent, kind="server"):
+            found = await self._store.get_all(self._vectors, keys)
+        response = cache.LookUpVectorsResponse(number=request.number, vectors=[vector or b"" for vector in found])
+        async with writing:  # gRPC writes one message at a time.
+            await context.write(response)
 
     async def PutVectors(self, request: cache.PutVectorsRequest, context: Context) -> cache.PutVectorsResponse:
         """Stores vectors. Raises WeftError for a malformed key or vector."""

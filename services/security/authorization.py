@@ -43,7 +43,7 @@ MATRIX: Mapping[str, frozenset[str]] = {
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents": frozenset({"gateway"}),
     "/weft.v1.Cache/GetResult": frozenset({"gateway"}),
     "/weft.v1.Cache/PutResult": frozenset({"gateway"}),
-    "/weft.v1.Cache/GetVectors": frozenset({"gateway"}),
+    "/weft.v1.Cache/LookUpVectors": frozenset({"gateway"}),
     "/weft.v1.Cache/PutVectors": frozenset({"gateway"}),
     "/weft.v1.Cache/HasBlocks": frozenset({"worker"}),
     "/weft.v1.Cache/GetBlocks": frozenset({"worker"}),

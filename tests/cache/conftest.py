@@ -69,13 +69,13 @@ DEFAULT_TIMEOUTS = {"cache_budget_ms": 20, "cache_store_budget_ms": 100, "cache_
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str, **settings: Any) -> AsyncIterator[CacheDoor]:
+async def opened(url: str, port: int = 0, **settings: Any) -> AsyncIterator[CacheDoor]:
     """A cache service that stores its values in the Redis at `url`."""
     wanted = CacheSettings(redis_url=SecretStr(url), **{**LONG_TIMEOUTS, **settings})
     store, blocks = Store(url, wanted.timeouts()), Store(url, wanted.block_timeouts(), name="blocks")
     await store.open()
     await blocks.open()
-    server = await rpc.serve("127.0.0.1:0", [service(store, blocks, wanted)])
+    server = await rpc.serve(f"127.0.0.1:{port}", [service(store, blocks, wanted)])
     await server.ready()
     try:
         async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:

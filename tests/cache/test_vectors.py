@@ -1,17 +1,21 @@
 """Vectors of texts, through the gateway's client of the cache: real gRPC, real Redis."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from grpc import StatusCode, aio
 
 from protos import cache_pb2 as cache
 from services.cache.counters import Miss
 from services.gateway.links.cache_link import CacheLink
 from services.gateway.links.recent_vectors import LIFE_S, RecentVectors
 from services.gateway.links.vector_cache import VectorCache
-from tests.cache.conftest import CacheDoor, Client, key_of
+from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of
+from tests.cache.slow_proxy import SlowProxy
+from tests.redis_server import RedisServer
 
 BUDGET_S = 10.0
 """Long: these tests are about counts, not about time."""
@@ -23,22 +27,19 @@ def vector(number: int, size: int = 1536) -> bytes:
     return number.to_bytes(4, "little") * (size // 4)
 
 
-class PartlyLate(CacheLink):
-    """A link whose first answer comes too late."""
+class Breaking(CacheLink):
+    """A link whose streams lose their first answer, and break after the second."""
 
-    late = 1
-
-    async def look_up(self, *request: Any) -> Any:
-        answer = await super().look_up(*request)
-        self.late -= 1
-        return None if self.late == 0 else answer
+    async def stream(self, *request: Any) -> Any:
+        answers = super().stream(*request)
+        await anext(answers)
+        yield await anext(answers)
 
 
 @pytest_asyncio.fixture
 async def link(door: CacheDoor) -> AsyncIterator[CacheLink]:
     """The gateway's link to the cache service."""
-    link = PartlyLate(f"127.0.0.1:{door.port}", BUDGET_S)
-    link.late = 0
+    link = CacheLink(f"127.0.0.1:{door.port}", BUDGET_S)
     yield link
     await link.close()
 
@@ -69,12 +70,68 @@ async def test_each_of_256_repeated_texts_is_a_hit_and_few_scripts_find_all(
     assert await scripts_run(client) - before == scripts
 
 
-async def test_a_late_answer_loses_its_own_vectors_alone(door: CacheDoor, link: PartlyLate) -> None:
-    vectors = await store(door)
-    link.late = 1
+async def test_an_answer_that_is_lost_with_its_stream_loses_its_own_vectors_alone(door: CacheDoor) -> None:
+    vectors, link = await store(door), Breaking(f"127.0.0.1:{door.port}", BUDGET_S)
     found = await VectorCache(link).get(KEYS, 1536, "")
     assert 0 < len(found) < len(KEYS)
     assert found.items() <= vectors.items()
+    await link.close()
+
+
+async def test_many_look_ups_share_a_stream_and_each_gets_its_own_vectors(door: CacheDoor, link: CacheLink) -> None:
+    vectors, gateway = await store(door), VectorCache(link)
+    wanted = [KEYS[start : start + 1 + start % 3] for start in range(200)]
+    found = await asyncio.gather(*(gateway.get(keys, 1536, "") for keys in wanted))
+    assert found == [{key: vectors[key] for key in keys} for keys in wanted]
+
+
+async def test_a_look_up_that_ends_after_its_budget_is_a_miss_and_the_next_one_is_not(
+    redis_server: RedisServer, open_door: OpenDoor
+) -> None:
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url) as door:
+        vectors, link = await store(door), CacheLink(f"127.0.0.1:{door.port}", 0.5)
+        gateway = VectorCache(link)
+        proxy.delay_s = 1.0
+        assert await gateway.get(KEYS[:1], 1536, "") == {}
+        proxy.delay_s = 0.0
+        assert await until_found(gateway, KEYS[:2]) == {key: vectors[key] for key in KEYS[:2]}
+        await link.close()
+
+
+async def test_look_ups_go_on_when_the_cache_service_is_back(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    async with open_door(redis_server.url) as door:
+        vectors, port = await store(door), door.port
+        link = CacheLink(f"127.0.0.1:{port}", BUDGET_S)
+        gateway = VectorCache(link)
+        assert await gateway.get(KEYS[:1], 1536, "") == {KEYS[0]: vectors[KEYS[0]]}
+    assert await gateway.get(KEYS[:1], 1536, "") == {}, "at once, not after the budget"
+    async with open_door(redis_server.url, port=port):
+        assert await until_found(gateway, KEYS[:1]) == {KEYS[0]: vectors[KEYS[0]]}
+    await link.close()
+
+
+async def test_a_malformed_key_ends_the_stream_behind_the_answers_to_the_requests_before(door: CacheDoor) -> None:
+    vectors = await store(door)
+
+    async def requests() -> AsyncIterator[cache.LookUpVectorsRequest]:
+        yield cache.LookUpVectorsRequest(keys=KEYS[:1], number=1)
+        yield cache.LookUpVectorsRequest(keys=[b"short"], number=2)
+
+    answers = aiter(door.stub.LookUpVectors(requests()))
+    first = await anext(answers)
+    assert (first.number, list(first.vectors)) == (1, [vectors[KEYS[0]]])
+    with pytest.raises(aio.AioRpcError) as refused:
+        await anext(answers)
+    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+
+
+async def until_found(gateway: VectorCache, keys: list[bytes]) -> dict[bytes, bytes]:
+    """The vectors, as soon as one look-up finds all."""
+    for _ in range(1500):
+        if len(found := await gateway.get(keys, 1536, "")) == len(keys):
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError("never found")
 
 
 async def test_absent_damaged_and_foreign_values_are_misses_beside_the_hits(

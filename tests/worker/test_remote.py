@@ -38,7 +38,7 @@ class FakeCache(cache_grpc.CacheServicer):
         self.refuses = False
         self.asked = 0
 
-    async def GetVectors(self, request: cache.GetVectorsRequest, context: Any) -> cache.GetVectorsResponse:
+    async def LookUpVectors(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         raise AssertionError("workers ask for no vectors")
 
     async def PutVectors(self, request: cache.PutVectorsRequest, context: Any) -> cache.PutVectorsResponse:

@@ -4,7 +4,7 @@ Every failure is a miss. Knows nothing of what is kept, or where.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import structlog
@@ -19,6 +19,7 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 if TYPE_CHECKING:  # The generated stubs have the asynchronous class in their types only.
     Method: TypeAlias = Callable[[cache_grpc.CacheAsyncStub], aio.UnaryUnaryMultiCallable[Request, Reply]]
+    Streamed: TypeAlias = Callable[[cache_grpc.CacheAsyncStub], aio.StreamStreamMultiCallable[Request, Reply]]
 
 log = structlog.get_logger("cache")
 
@@ -33,7 +34,7 @@ class CacheLink:
         self._metadata = mesh_ids.metadata(mesh_id)
         self._channel = rpc.link_channel(address, "cache") if address else None
         self._stub = cache_grpc.CacheStub(self._channel) if self._channel else None
-        self._budget_s = budget_s
+        self.budget_s = budget_s
         self._stores: set[asyncio.Task[None]] = set()
 
     @property
@@ -58,10 +59,15 @@ class CacheLink:
             return None
         metadata = (("traceparent", traceparent), *self._metadata)
         try:
-            return await method(self._stub)(request, timeout=self._budget_s, metadata=metadata)
+            return await method(self._stub)(request, timeout=self.budget_s, metadata=metadata)
         except aio.AioRpcError as error:
             log.debug("look-up failed", code=error.code().name)
             return None
+
+    def stream(self, method: "Streamed[Request, Reply]", requests: AsyncIterator[Request]) -> AsyncIterator[Reply]:
+        """The answers to a stream of requests, until one side ends it. Raises AioRpcError. There is an address."""
+        assert self._stub is not None, "no address"
+        return aiter(method(self._stub)(requests, metadata=self._metadata))
 
     def store(self, method: "Method[Request, Reply]", request: Request, most: int) -> None:
         """Sends a request in the background, or drops it beside `most` others in flight."""

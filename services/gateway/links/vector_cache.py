@@ -1,11 +1,11 @@
 """The gateway's client of the cache of vectors. Knows keys and bytes, nothing of texts."""
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 
 from protos import cache_pb2
 from services.gateway.links.cache_link import CacheLink
 from services.gateway.links.recent_vectors import RecentVectors
+from services.gateway.links.vector_look_ups import VectorLookUps
 
 _MOST_STORES = 64
 """Stores in flight; further vectors are dropped."""
@@ -21,22 +21,19 @@ class VectorCache:
 
     def __init__(self, link: CacheLink, recent_bytes: int = 0) -> None:
         """recent_bytes: most bytes of the vectors that are kept here once they were found."""
-        self._link, self._recent = link, RecentVectors(recent_bytes)
+        self._link, self._look_ups, self._recent = link, VectorLookUps(link), RecentVectors(recent_bytes)
 
     async def get(self, keys: Sequence[bytes], size: int, traceparent: str) -> dict[bytes, bytes]:
         """The vectors of `size` bytes that are found within the link's budget, by key."""
         found = self._recent.find(keys)
         missing = [key for key in keys if key not in found]
         most = max(1, min(_MOST_KEYS, _ANSWER_BYTES // size))
-        parts = await asyncio.gather(*(self._get(part, traceparent) for part in _parts(missing, most)))
-        looked_up = {key: vector for part in parts for key, vector in part.items() if len(vector) == size}
+        parts = list(_parts(missing, most))
+        answers = zip(parts, await self._look_ups.find(parts, traceparent), strict=True)
+        pairs = (pair for part, vectors in answers for pair in zip(part, vectors, strict=False))
+        looked_up = {key: vector for key, vector in pairs if len(vector) == size}
         self._recent.keep(looked_up)
         return found | looked_up
-
-    async def _get(self, keys: Sequence[bytes], traceparent: str) -> dict[bytes, bytes]:
-        request = cache_pb2.GetVectorsRequest(keys=keys)
-        reply = await self._link.look_up(lambda stub: stub.GetVectors, request, traceparent)
-        return dict(zip(keys, reply.vectors, strict=False)) if reply is not None else {}
 
     def put(self, vectors: Mapping[bytes, bytes]) -> None:
         """Stores vectors in the background; drops them if too many stores are in flight."""
