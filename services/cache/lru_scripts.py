@@ -53,7 +53,7 @@ local function key_at(keys, count, index)
 end
 """
 
-# The scripts of look-ups serve all keys of a call: a script for each costs the client about 0.1 ms of processor time.
+# The scripts serve all keys of a call: a script for each costs the client about 0.1 ms of processor time.
 # Values are not among KEYS but share the hash tag: one argument for all costs less. One command updates all entries in
 # the index; if it changes fewer than it was given, some are missing there: then each is updated or added singly.
 # pcall around the update: a hit stays a hit in a full or read-only Redis.
@@ -101,34 +101,37 @@ return table.concat(there)
 """
 
 # The index is written before the value: if Redis stops between the two, the total is too large rather than too small.
-# Evicted values are not among KEYS but share the hash tag, so they are in the same slot of a cluster.
+# Values are not among KEYS but share the hash tag, so they are in the same slot of a cluster.
 STORE = f"""
--- KEYS: value, LRU index. ARGV: key, value, ttl_ms, bound, prefix. Returns how many values were evicted.
+-- KEYS: LRU index. ARGV: prefix, ttl_ms, bound; then key, value, key, value, ... Returns how many values were evicted.
 {_COMMON}
-local lru, bytes, ttl = KEYS[2], #ARGV[2], tonumber(ARGV[3])
+local lru, prefix, ttl, bound = KEYS[1], ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if not is_sorted_set(lru) then redis.call('DEL', lru) end
-if redis.call('TYPE', KEYS[1]).ok == 'string' then
-  local old = redis.call('STRLEN', KEYS[1])
-  drop(lru, ARGV[1] .. ':' .. old, old)
+for at = 4, #ARGV, 2 do
+  local key, value = ARGV[at], ARGV[at + 1]
+  if redis.call('TYPE', prefix .. key).ok == 'string' then
+    local old = redis.call('STRLEN', prefix .. key)
+    drop(lru, key .. ':' .. old, old)
+  end
+  used(lru, key .. ':' .. #value, #value)
+  redis.call('SET', prefix .. key, value, 'PX', ttl)
 end
-used(lru, ARGV[1] .. ':' .. bytes, bytes)
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
 if redis.call('PTTL', lru) < ttl then redis.call('PEXPIRE', lru, ttl) end
 
 local evicted, stale = 0, 0
 while true do
   local oldest = redis.call('ZRANGE', lru, 1, 1, 'WITHSCORES')
   if not oldest[1] then break end
-  local full = -tonumber(redis.call('ZSCORE', lru, '') or 0) > tonumber(ARGV[4])
+  local full = -tonumber(redis.call('ZSCORE', lru, '') or 0) > bound
   if not full then
-    -- Not used for a whole time to live: the value has expired. Each store removes a few such entries.
-    if stale == 8 or tonumber(oldest[2]) > tonumber(now_us()) - ttl * 1000 then break end
+    -- Not used for a whole time to live: the value has expired. Each value that is stored removes a few such entries.
+    if stale == 4 * (#ARGV - 3) or tonumber(oldest[2]) > tonumber(now_us()) - ttl * 1000 then break end
     stale = stale + 1
   end
   local key, size = string.match(oldest[1], '^(.*):(%d+)$')
   drop(lru, oldest[1], tonumber(size))
-  if redis.pcall('STRLEN', ARGV[5] .. key) == tonumber(size) then
-    redis.call('UNLINK', ARGV[5] .. key)
+  if redis.pcall('STRLEN', prefix .. key) == tonumber(size) then
+    redis.call('UNLINK', prefix .. key)
     if full then evicted = evicted + 1 end
   end
 end

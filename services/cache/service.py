@@ -125,12 +125,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             await context.write(response)
 
     async def PutVectors(self, request: cache.PutVectorsRequest, context: Context) -> cache.PutVectorsResponse:
-        """Stores vectors. Raises WeftError for a malformed key or vector."""
+        """Stores vectors, all at once. Raises WeftError for a malformed key or vector."""
         entries = [(_checked_key(each.key), each.data) for each in _checked_count("vectors", request.vectors)]
         if any(not data or len(data) % _FLOAT_BYTES for _, data in entries):
             raise invalid("vectors.data", "must be whole numbers of float32, at least one")
-        stored = await asyncio.gather(*(self._store.put(self._vectors, key, data) for key, data in entries))
-        return cache.PutVectorsResponse(stored=sum(stored))
+        return cache.PutVectorsResponse(stored=await self._store.put_all(self._vectors, entries))
 
 
 async def _pieces(requests: AsyncIterator[cache.PutBlocksRequest]) -> AsyncIterator[cache.BlockPiece]:

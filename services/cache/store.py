@@ -49,6 +49,11 @@ class Namespace(Generic[Value]):
         """The name of the LRU index in Redis."""
         return self.prefix + lru_scripts.INDEX_NAME
 
+    def has_room(self, frame: bytes) -> bool:
+        """Whether a framed value is within the bounds."""
+        fits = len(frame) + lru_scripts.ENTRY_BYTES <= self.max_bytes
+        return fits and len(frame) <= self.max_value_bytes + frames.HEADER_BYTES
+
 
 LOOK_UP = Script(lru_scripts.LOOK_UP)
 STORE = Script(lru_scripts.STORE)
@@ -114,13 +119,21 @@ class Store:
 
     async def put(self, namespace: Namespace[Any], key: bytes, payload: bytes) -> bool:
         """Stores bytes under `key`; returns whether Redis confirmed it in time. Raises nothing."""
-        evicted = await self._store(namespace, key, payload)
-        if evicted is None:
-            self.counters.refused += 1
-            return False
-        self.counters.stores += 1
-        self.counters.evictions += evicted
-        return True
+        return await self.put_all(namespace, [(key, payload)]) == 1
+
+    async def put_all(self, namespace: Namespace[Any], entries: Sequence[tuple[bytes, bytes]]) -> int:
+        """Stores bytes under each key, all by one script; returns how many Redis confirmed in time.
+
+        The caller bounds their number: Redis serves nobody else meanwhile. Raises nothing.
+        """
+        sealed = [(key, frames.seal(namespace.kind, key, payload, self._secret)) for key, payload in entries]
+        fitting = [(key, frame) for key, frame in sealed if namespace.has_room(frame)]
+        evicted = await self._store(namespace, fitting) if fitting else None
+        stored = len(fitting) if evicted is not None else 0
+        self.counters.stores += stored
+        self.counters.refused += len(entries) - stored
+        self.counters.evictions += evicted or 0
+        return stored
 
     async def present(self, namespace: Namespace[Any], keys: Sequence[bytes]) -> list[bool]:
         """Which of these keys have a value, damaged or not; False where Redis does not answer.
@@ -159,18 +172,15 @@ class Store:
         except Exception:  # A parser may raise any exception for foreign bytes.
             return Miss.CORRUPT
 
-    async def _store(self, namespace: Namespace[Any], key: bytes, payload: bytes) -> int | None:
-        """The number of values that were evicted for the new one; None if it was not stored."""
-        frame = frames.seal(namespace.kind, key, payload, self._secret)
-        too_large = (
-            len(payload) > namespace.max_value_bytes or len(frame) + lru_scripts.ENTRY_BYTES > namespace.max_bytes
-        )
+    async def _store(self, namespace: Namespace[Any], entries: Sequence[tuple[bytes, bytes]]) -> int | None:
+        """The number of values that were evicted for the new ones; None if these were not stored."""
         # Only look-ups probe a failing Redis: they are cheaper, and a caller waits for them anyway.
-        if too_large or self._client.is_failing:
+        if self._client.is_failing:
             return None
-        names = [namespace.prefix + key.hex(), namespace.index]
-        arguments = [key.hex(), frame, int(namespace.ttl_s * 1000), namespace.max_bytes, namespace.prefix]
+        arguments: list[Any] = [namespace.prefix, int(namespace.ttl_s * 1000), namespace.max_bytes]
+        for key, frame in entries:
+            arguments += [key.hex(), frame]
         try:
-            return int(await self._client.run(self._timeouts.store_s, STORE, names, *arguments))
+            return int(await self._client.run(self._timeouts.store_s, STORE, [namespace.index], *arguments))
         except (RedisUnavailable, TypeError, ValueError):
             return None

@@ -84,6 +84,21 @@ async def test_the_memory_that_redis_uses_is_within_the_bound(redis_server: Redi
     await store.close()
 
 
+async def test_one_script_stores_all_values_of_a_call_but_those_beyond_their_bound(
+    redis_server: RedisServer, client: Client
+) -> None:
+    store, namespace = Store(redis_server.url, LONG_TIMEOUTS), namespace_of(20 * cost(bytes(100)))
+    await store.put(namespace, key_of(0), b"")  # Redis learns the script.
+    before = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+    entries = [(key_of(i), bytes(100 if i % 3 else 10_001)) for i in range(60)]
+    assert await store.put_all(namespace, entries) == 40
+    assert (await client.info("commandstats"))["cmdstat_evalsha"]["calls"] - before == 1
+    assert (store.counters.stores, store.counters.refused, store.counters.evictions) == (41, 20, 21)
+    assert await accounted(client, namespace) == await held(client, namespace) == namespace.max_bytes
+    assert await store.put_all(namespace, []) == 0
+    await store.close()
+
+
 async def test_a_value_beyond_its_own_bound_is_refused(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with open_door(redis_server.url, cache_value_bytes=1000) as door:
         assert not await door.put(key_of(1), result_of(1, tokens=2000))
@@ -176,9 +191,9 @@ def histories(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:
 
 
 steps = (
-    histories("put", "get", "get all", "ask")
-    | histories("put", "get", "get all", "ask", "lose")
-    | histories("put", "get", "get all", "ask", "lose", "forget")
+    histories("put", "put all", "get", "get all", "ask")
+    | histories("put", "put all", "get", "get all", "ask", "lose")
+    | histories("put", "put all", "get", "get all", "ask", "lose", "forget")
 )
 
 
@@ -196,6 +211,10 @@ async def test_the_total_in_the_index_is_always_correct(
         if step == "put":
             latest[number] = bytes([number]) * size
             assert await store.put(namespace, key_of(number), latest[number])
+        elif step == "put all":
+            some = {key: bytes([number, key]) * (size // 4 + key) for key in range(number)}
+            latest |= some
+            assert await store.put_all(namespace, [(key_of(key), value) for key, value in some.items()]) == number
         elif step == "get":
             assert await store.get(namespace, key_of(number)) in (None, latest.get(number))
         elif step == "get all":
@@ -210,7 +229,7 @@ async def test_the_total_in_the_index_is_always_correct(
             await client.delete(namespace.index)
         if await client.exists(namespace.index):
             total = await accounted(client, namespace)
-            if step == "put":
+            if step == "put" or (step == "put all" and number):
                 assert total <= namespace.max_bytes
             if not disturbed & {"forget"}:
                 assert await held(client, namespace) <= total
