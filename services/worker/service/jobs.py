@@ -255,6 +255,10 @@ class Jobs:
             link.send_end(codec.end_of(ended, stream_id))
         if record.confirmed:
             self._retire(record)
+        asyncio.get_running_loop().call_soon(self._account, record, ended)  # after the links have written
+
+    def _account(self, record: JobRecord, ended: Ended) -> None:
+        """Counts a job that has ended, and records its spans."""
         self._metrics.ended(ended, record.prompt_tokens, record.cacheable)
         record_job(
             ended,

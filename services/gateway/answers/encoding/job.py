@@ -82,7 +82,8 @@ class EncodeJob:
     async def run(self) -> list[bytes]:
         """A vector for each text. Raises WeftError."""
         with self._early_attempt() or nullcontext() as early:
-            await asyncio.sleep(0)  # The early attempt's job is written before the scheduler's message is made.
+            if early is not None:
+                await asyncio.sleep(0)  # Its job is written before the scheduler's message is made.
             return await self._run(early)
 
     async def _run(self, early: EarlyAttempt[_Attempt] | None) -> list[bytes]:
