@@ -134,7 +134,8 @@ def choose_stages(
     worker takes a whole job, but one for prompts only if there is no other. None if the job has to wait for a credit.
     """
     workers = list(candidates)
-    prompts, answers = stages(workers) if divisible else ([], [])
+    roles = any(worker.role is not Role.BOTH for worker in workers)
+    prompts, answers = stages(workers) if divisible and roles else ([], [])
     if not prompts:
         whole = [worker for worker in workers if worker.role is not Role.PREFILL] or workers
         return choose(whole, prompt_blocks, matched)
