@@ -143,8 +143,8 @@ BUGS = (
     # ---- poison ----
     Bug("a poisoned request is never blamed", _POISON, "        if culprit:\n", "        if False:\n",
         "scheduler/test_poison.py::test_a_request_that_kills_two_workers_is_refused_and_stays_refused"),
-    Bug("the neighbours of a poisoned request are blamed", _POISON, "record.suspect = self.changed = True",
-        "record.suspect = record.poisoned = self.changed = True",
+    Bug("the neighbours of a poisoned request are blamed", _POISON, "record.suspect = True",
+        "record.suspect = record.poisoned = True",
         "scheduler/test_poison.py::test_neighbours_of_a_poisoned_request_are_not_blamed"),
     Bug("a suspect of a worker's death stays one", _POISON, "if record is not None and not record.poisoned:",
         "if False:", "scheduler/test_poison.py::test_a_success_clears_a_suspect"),

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.messages import Assigned, Joined, Rejected, Submit, WorkerHello, WorkerLost
+from services.scheduler.core.messages import Adapter, Assigned, Joined, Rejected, Submit, WorkerHello, WorkerLost
 from tests.scheduler.stage import CARD, Stage, keys
 
 GATEWAYS = ("g1", "g2")
 WORKERS = ("w1", "w2", "w3")
+POEMS = Adapter("poems", b"p" * 32)
 
 
 class Histories(RuleBasedStateMachine):
@@ -40,9 +41,17 @@ class Histories(RuleBasedStateMachine):
         tenant=st.sampled_from("st"),
         deadline_s=st.sampled_from([None, None, 0.3]),
         blocks=st.lists(st.integers(0, 3), max_size=3),
+        adapter=st.sampled_from([b"", b"", POEMS.fingerprint]),
     )
     def submit(
-        self, gateway: str, identity: bytes, priority: int, tenant: str, deadline_s: float | None, blocks: list[int]
+        self,
+        gateway: str,
+        identity: bytes,
+        priority: int,
+        tenant: str,
+        deadline_s: float | None,
+        blocks: list[int],
+        adapter: bytes,
     ) -> None:
         job = f"j{next(self.numbers)}"
         self.owner[job] = gateway
@@ -57,6 +66,8 @@ class Histories(RuleBasedStateMachine):
             tenant=tenant,
             deadline_s=deadline_s,
             block_keys=keys(*blocks),
+            adapter=adapter,
+            fingerprint=job.encode(),
         )
         self.read_answers()
 
@@ -69,7 +80,7 @@ class Histories(RuleBasedStateMachine):
             self.next_attempt(job, worker)
         self.read_answers()
 
-    def next_attempt(self, job: str, worker: str) -> None:
+    def next_attempt(self, job: str, worker: str, lost_on: str = "") -> None:
         self.attempts[job] += 1
         self.pending[self.owner[job], job, self.attempts[job]] = "moved"
         self.stage.submit(
@@ -78,6 +89,8 @@ class Histories(RuleBasedStateMachine):
             attempt=self.attempts[job],
             identity=self.identities[job],
             avoid=frozenset({worker}),
+            fingerprint=job.encode(),
+            lost_on=lost_on,
         )
 
     @precondition(lambda self: self.pending)
@@ -99,12 +112,13 @@ class Histories(RuleBasedStateMachine):
 
     # -- events of workers --
 
-    @rule(worker=st.sampled_from(WORKERS), credits=st.integers(1, 3), knows=st.booleans())
-    def attach(self, worker: str, credits: int, knows: bool) -> None:
+    @rule(worker=st.sampled_from(WORKERS), credits=st.integers(1, 3), knows=st.booleans(), poems=st.booleans())
+    def attach(self, worker: str, credits: int, knows: bool, poems: bool) -> None:
         running = [job for (at, job), attempt in self.running.items() if at == worker and attempt == 1 and knows]
         if not knows:
             self.running = {(at, job): n for (at, job), n in self.running.items() if at != worker}
-        self.stage.worker(worker, credits=credits, running=running, stored=keys(0, 1))
+        adapters = [POEMS] if poems else []
+        self.stage.worker(worker, credits=credits, running=running, stored=keys(0, 1), adapters=adapters)
         self.read_answers()
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -123,6 +137,11 @@ class Histories(RuleBasedStateMachine):
         worker, job = data.draw(st.sampled_from(sorted(self.running)))
         attempt = self.running.pop((worker, job))
         self.stage.report(worker, job, attempt=attempt, tokens=3)
+        self.read_answers()
+
+    @rule(gateway=st.sampled_from(GATEWAYS), workers=st.sets(st.sampled_from(WORKERS)))
+    def lose_sight(self, gateway: str, workers: set[str]) -> None:
+        self.stage.unreachable(gateway, *(f"{worker}:1" for worker in workers))
         self.read_answers()
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 2.5]), alive=st.sets(st.sampled_from(WORKERS)))
@@ -152,7 +171,7 @@ class Histories(RuleBasedStateMachine):
         for job in moved:
             attempt = self.running.pop((worker, job))
             if attempt == self.attempts[job]:
-                self.next_attempt(job, worker)
+                self.next_attempt(job, worker, lost_on=worker)
 
     # -- invariants --
 
@@ -179,8 +198,9 @@ class Histories(RuleBasedStateMachine):
     def no_job_waits_beside_a_free_credit(self) -> None:
         core, now = self.stage.core, self.stage.now
         for model in core.state.models.values():
-            free = [w for w in model.healthy(now) if w.free_credits]
-            assert not free or not [job for job in model.queue if not job.submit.avoid], (free, list(model.queue))
+            for job in model.queue:
+                free = [w for w in core.state.reach.open_to(job.need, model.healthy(now)) if w.free_credits]
+                assert not free or job.submit.avoid, (free, job)
 
     @invariant()
     def each_running_job_is_charged_once(self) -> None:

@@ -3,6 +3,8 @@
 Pure. A waiting job that is removed may leave followers: each of them is admitted again.
 """
 
+from collections.abc import Collection
+
 from services.scheduler.core import forecast, lanes, refusals
 from services.scheduler.core.lanes import Lane
 from services.scheduler.core.limits import Limits
@@ -20,6 +22,9 @@ class Admission:
 
     def admit(self, job: JobRecord, now: float) -> None:
         """Decides about a job that neither waits nor runs: it joins a duplicate or a leader, or enters the queue."""
+        if self._state.poison.poisoned(job.submit.fingerprint, now):
+            self._state.reject(job, refusals.poisoned())
+            return
         duplicate = self._state.jobs.get(job.id)
         followers_left: list[JobRecord] = []
         if duplicate is not None:
@@ -99,18 +104,18 @@ class Admission:
             return
         self._state.enqueue(job, model)
 
-    def dequeued_in_time(self, job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord], now: float) -> bool:
-        """Whether a job that was taken out of its queue can be answered before its deadline; else it is rejected."""
-        able = model.able(job, healthy)
+    def dequeued_in_time(self, job: JobRecord, model: ModelRecord, workers: list[WorkerRecord], now: float) -> bool:
+        """Whether a job that was taken out of its queue can be answered by one of these workers before its deadline;
+        else it is rejected."""
         if job.deadline <= now:
             self.reject_dequeued(job, refusals.deadline_expired(), now)
         elif (
             not job.resumed
             and job.submit.deadline_s is not None
             and job.queued_at != now  # It did not wait: its admission has just forecast the same.
-            and now + forecast.answer_s(model.loads(job, able), model.answer_tokens(job)) > job.deadline
+            and now + forecast.answer_s(model.loads(job, workers), model.answer_tokens(job)) > job.deadline
         ):
-            self.reject_dequeued(job, refusals.deadline_unmeetable(model.retry_after_s(able)), now)
+            self.reject_dequeued(job, refusals.deadline_unmeetable(model.retry_after_s(workers)), now)
         else:
             return True
         return False
@@ -122,11 +127,13 @@ class Admission:
             return None
         if self._queue_is_full(model, job.tenant):
             return refusals.queue_full(model.retry_after_s(model.healthy(now)))
-        lane = lanes.choose(job, model, self._limits.target_s, now)
+        healthy = model.healthy(now)
+        able = self._state.reach.able(job.need, healthy) or healthy  # All if no worker has its adapter yet.
+        lane = lanes.choose(job, model, able, self._limits.target_s, now)
         job.express = lane is Lane.EXPRESS
         if lane in (Lane.EXPRESS, Lane.NORMAL):
             return None
-        retry_after_s = model.retry_after_s(model.able(job, model.healthy(now)))
+        retry_after_s = model.retry_after_s(able)
         return refusals.shed(retry_after_s) if lane is Lane.SHED else refusals.deadline_unmeetable(retry_after_s)
 
     def _queue_is_full(self, model: ModelRecord, tenant: str) -> bool:
@@ -167,6 +174,20 @@ class Admission:
             leader.priority = job.priority
             model.queue.push(leader)
 
+    # ---- suspects ----
+
+    def review(self, fingerprints: Collection[bytes], now: float) -> None:
+        """Refuses the waiting jobs with those of the fingerprints that are poisoned now, and finds anew what the others
+        need."""
+        for model in self._state.models.values():
+            for job in [job for job in model.queue if job.submit.fingerprint in fingerprints]:
+                model.queue.remove(job)
+                if self._state.poison.poisoned(job.submit.fingerprint, now):
+                    self.reject_dequeued(job, refusals.poisoned(), now)
+                else:
+                    job.need = self._state.need(job)
+                    model.queue.put_back(job)
+
     # ---- jobs that leave the queue ----
 
     def reject_dequeued(self, job: JobRecord, failure: Failure, now: float) -> None:
@@ -189,24 +210,23 @@ class Admission:
             if job.deadline <= now:
                 self._state.jobs.unfollow(job)
                 self._state.reject(job, refusals.deadline_expired())
+        served = {need for need in model.queue.needs if self._state.reach.able(need, healthy)}
         for job in list(model.queue):
             if job.deadline <= now:
                 model.queue.remove(job)
                 self.reject_dequeued(job, refusals.deadline_expired(), now)
-            elif now - self._unserved_since(job, model, healthy, now) > self._longest_wait_s(job, model):
+            elif job.need in served:
+                continue
+            elif now - self._unserved_since(job, model, healthy) > self._longest_wait_s(job, model):
                 model.queue.remove(job)
                 self.reject_dequeued(job, self._unserved(model), now)
 
-    def _unserved_since(self, job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord], now: float) -> float:
-        """Since when the gateway of a waiting job has reached no healthy worker of its model and adapter; now if it
-        reaches one."""
+    def _unserved_since(self, job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord]) -> float:
+        """Since when the gateway of a waiting job has reached no healthy worker of its model and adapter."""
         if not healthy:
             return max(model.served_at, job.queued_at)
-        healthy = [worker for worker in healthy if worker.serves(job)]
-        if not healthy:  # No worker has its adapter: it was dropped, or is being loaded.
-            return job.queued_at
-        if any(self._state.reach.allows(job, worker) for worker in healthy):
-            return now
+        if not any(worker.serves(job) for worker in healthy):
+            return job.queued_at  # Its adapter was dropped, or is being loaded.
         return max(self._state.reach.changed_at(job), job.queued_at)
 
     def _longest_wait_s(self, job: JobRecord, model: ModelRecord) -> float:

@@ -1,5 +1,5 @@
 """The waiting queue of one model, in the order in which jobs are served. Knows priorities, tenants and tokens, never
-workers.
+workers: what jobs need of these is a key here.
 
 A queue has two lanes. While both have jobs, three of the express lane are served for each one of the normal lane. The
 express lane is kept short (lanes.py): so a new job is served soon after a burst, and an old one is never starved.
@@ -10,8 +10,10 @@ charge is corrected to the actual answer when the job ends.
 """
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic, Protocol, TypeVar
+
+from services.scheduler.core.records import Need
 
 EXPRESS_TURNS = 3
 """Jobs of the express lane that are served for each one of the normal lane."""
@@ -44,8 +46,13 @@ class QueueItem(Protocol):
     def prompt_tokens(self) -> int:
         """Tokens to compute before the first new one."""
 
+    @property
+    def need(self) -> Need:
+        """What it needs of a worker."""
+
 
 J = TypeVar("J", bound=QueueItem)
+K = TypeVar("K")
 
 
 class TokenCounters:
@@ -88,81 +95,80 @@ class TokenCounters:
 
 
 class _Lane(Generic[J]):
-    """Waiting jobs by tenant, those of each tenant in their order."""
+    """Waiting jobs by need and tenant, those of each tenant in their order."""
 
     def __init__(self) -> None:
-        self.tenants: dict[str, list[tuple[int, J]]] = {}
+        self._groups: dict[Need, dict[str, list[tuple[int, J]]]] = {}
         self.jobs = 0
+        self.jobs_of: dict[str, int] = {}
+        """Jobs by tenant."""
 
     def push(self, job: J) -> None:
-        heapq.heappush(self.tenants.setdefault(job.tenant, []), (job.order, job))
+        heapq.heappush(self._groups.setdefault(job.need, {}).setdefault(job.tenant, []), (job.order, job))
         self.jobs += 1
+        self.jobs_of[job.tenant] = self.jobs_of.get(job.tenant, 0) + 1
 
-    def pop(self, counters: TokenCounters) -> J:
-        tenant = min(self.tenants, key=lambda t: (counters.served(t), self.tenants[t][0][0]))
-        heap = self.tenants[tenant]
+    def pop(self, needs: Collection[Need], served: Callable[[str], int]) -> J | None:
+        """Removes and returns the next of the jobs with these needs, that of the tenant least served; None for none."""
+        groups = [self._groups[need] for need in needs if need in self._groups] if self.jobs else []
+        if not groups:
+            return None
+        _, _, heap = min([(served(tenant), heap[0][0], heap) for group in groups for tenant, heap in group.items()])
         job = heapq.heappop(heap)[1]
-        self._popped(tenant)
+        self._popped(job)
         return job
 
     def remove(self, job: J) -> None:
-        heap = self.tenants[job.tenant]
+        heap = self._groups[job.need][job.tenant]
         heap.remove((job.order, job))
         heapq.heapify(heap)
-        self._popped(job.tenant)
+        self._popped(job)
 
-    def waiting_of(self, tenant: str) -> int:
-        return len(self.tenants.get(tenant, ()))
-
-    def _popped(self, tenant: str) -> None:
+    def _popped(self, job: J) -> None:
         self.jobs -= 1
-        if not self.tenants[tenant]:
-            del self.tenants[tenant]
+        _uncount(self.jobs_of, job.tenant)
+        tenants = self._groups[job.need]
+        if not tenants[job.tenant]:
+            del tenants[job.tenant]
+        if not tenants:
+            del self._groups[job.need]
 
 
 class _PriorityClass(Generic[J]):
-    """Waiting jobs of one priority: resumed jobs first, then the two lanes in turns."""
+    """Waiting jobs of one priority: resumed jobs first, in their order, then the two lanes in turns."""
 
     def __init__(self) -> None:
-        self.resumed: list[tuple[int, J]] = []
+        self.resumed: _Lane[J] = _Lane()
         self.normal: _Lane[J] = _Lane()
         self.express: _Lane[J] = _Lane()
         self._express_served = 0  # Since the last job of the normal lane.
 
-    def __bool__(self) -> bool:
-        return bool(self.resumed or self.normal.jobs or self.express.jobs)
-
     def __len__(self) -> int:
-        return len(self.resumed) + self.normal.jobs + self.express.jobs
+        return self.resumed.jobs + self.normal.jobs + self.express.jobs
 
-    def push(self, job: J) -> None:
-        if job.resumed:
-            heapq.heappush(self.resumed, (job.order, job))
-        else:
-            self._lane(job).push(job)
+    def lane(self, job: J) -> _Lane[J]:
+        """Where a job waits."""
+        return self.resumed if job.resumed else self.express if job.express else self.normal
 
-    def pop(self, counters: TokenCounters) -> J:
-        if self.resumed:
-            return heapq.heappop(self.resumed)[1]
-        if self.express.jobs and (self._express_served < EXPRESS_TURNS or not self.normal.jobs):
-            self._express_served += 1
-            return self.express.pop(counters)
-        self._express_served = 0
-        return self.normal.pop(counters)
-
-    def remove(self, job: J) -> None:
-        if job.resumed:
-            self.resumed.remove((job.order, job))
-            heapq.heapify(self.resumed)
-        else:
-            self._lane(job).remove(job)
-
-    def _lane(self, job: J) -> _Lane[J]:
-        return self.express if job.express else self.normal
+    def pop(self, needs: Collection[Need], served: Callable[[str], int]) -> J | None:
+        job = self.resumed.pop(needs, served=lambda tenant: 0)
+        if job is not None:
+            return job
+        lanes = (self.express, self.normal) if self._express_served < EXPRESS_TURNS else (self.normal, self.express)
+        for lane in lanes:
+            job = lane.pop(needs, served)
+            if job is not None:
+                self._express_served = self._express_served + 1 if lane is self.express else 0
+                return job
+        return None
 
 
 class WaitingQueue(Generic[J]):
-    """Jobs that wait for a worker. `pop` returns them by priority, then resumed jobs, then the least served tenant."""
+    """Jobs that wait for a worker. `pop` returns them by priority, then resumed jobs, then the least served tenant.
+
+    Jobs with equal needs are one group, and `pop` looks only at the groups that it is given: those that cannot run
+    cost nothing, and keep their places.
+    """
 
     def __init__(self, counters: TokenCounters) -> None:
         self.counters = counters
@@ -170,6 +176,7 @@ class WaitingQueue(Generic[J]):
         self._classes: dict[int, _PriorityClass[J]] = {}
         self._by_order: dict[int, J] = {}
         self._jobs_of: dict[str, int] = {}
+        self._jobs_with: dict[Need, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_order)
@@ -178,27 +185,39 @@ class WaitingQueue(Generic[J]):
         """The waiting jobs in the order in which they were pushed."""
         return iter(self._by_order.values())
 
+    @property
+    def needs(self) -> Collection[Need]:
+        """What the waiting jobs need, each need once."""
+        return self._jobs_with.keys()
+
     def push(self, job: J) -> None:
         """Adds a job."""
         if job.tenant not in self._jobs_of:
             self.counters.lift(job.tenant, self._jobs_of.keys())
-        self._classes.setdefault(job.priority, _PriorityClass()).push(job)
+        self.put_back(job)
+
+    def put_back(self, job: J) -> None:
+        """Adds a job that was just taken out: its tenant has not been idle."""
+        self._classes.setdefault(job.priority, _PriorityClass()).lane(job).push(job)
         self._by_order[job.order] = job
         self._jobs_of[job.tenant] = self._jobs_of.get(job.tenant, 0) + 1
+        self._jobs_with[job.need] = self._jobs_with.get(job.need, 0) + 1
         self.prompt_tokens += job.prompt_tokens
 
-    def pop(self) -> J:
-        """Removes and returns the next job."""
-        priority = max(self._classes)
-        job = self._classes[priority].pop(self.counters)
-        self.counters.raise_floor(job.tenant)
-        self._uncount(job)
-        return job
+    def pop(self, needs: Collection[Need]) -> J | None:
+        """Removes and returns the next of the jobs with these needs; None if there is none."""
+        for priority in sorted(self._classes, reverse=True):
+            job = self._classes[priority].pop(needs, self.counters.served)
+            if job is not None:
+                self.counters.raise_floor(job.tenant)
+                self._popped(job)
+                return job
+        return None
 
     def remove(self, job: J) -> None:
         """Removes a job that waits."""
-        self._classes[job.priority].remove(job)
-        self._uncount(job)
+        self._classes[job.priority].lane(job).remove(job)
+        self._popped(job)
 
     def jobs_before(self, tenant: str, priority: int) -> int:
         """An estimate of how many waiting jobs would be served before a new job of this tenant.
@@ -210,10 +229,10 @@ class WaitingQueue(Generic[J]):
         same = self._classes.get(priority)
         if same is None:
             return higher
-        tenants = same.normal.tenants.keys() | same.express.tenants.keys() | {tenant}
-        own = same.normal.waiting_of(tenant) + same.express.waiting_of(tenant)
+        tenants = same.normal.jobs_of.keys() | same.express.jobs_of.keys() | {tenant}
+        own = same.normal.jobs_of.get(tenant, 0) + same.express.jobs_of.get(tenant, 0)
         turns = (own + 1) * len(tenants) - 1
-        return higher + min(len(same), len(same.resumed) + turns)
+        return higher + min(len(same), same.resumed.jobs + turns)
 
     def jobs_before_express(self, priority: int) -> int:
         """How many waiting jobs would be served before a new job in the express lane of this priority.
@@ -227,7 +246,7 @@ class WaitingQueue(Generic[J]):
             if same is None
             else (
                 higher
-                + len(same.resumed)
+                + same.resumed.jobs
                 + min(len(same), same.express.jobs * (EXPRESS_TURNS + 1) // EXPRESS_TURNS + 1)
             )
         )
@@ -240,11 +259,16 @@ class WaitingQueue(Generic[J]):
         """The number of tenants with waiting jobs, counting `tenant` in any case."""
         return len(self._jobs_of) + (tenant not in self._jobs_of)
 
-    def _uncount(self, job: J) -> None:
+    def _popped(self, job: J) -> None:
         if not self._classes[job.priority]:
             del self._classes[job.priority]
         del self._by_order[job.order]
         self.prompt_tokens -= job.prompt_tokens
-        self._jobs_of[job.tenant] -= 1
-        if not self._jobs_of[job.tenant]:
-            del self._jobs_of[job.tenant]
+        _uncount(self._jobs_of, job.tenant)
+        _uncount(self._jobs_with, job.need)
+
+
+def _uncount(counts: dict[K, int], key: K) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -9,7 +9,7 @@ import enum
 from services.scheduler.core import forecast
 from services.scheduler.core.fairness import EXPRESS_TURNS
 from services.scheduler.core.models import ModelRecord
-from services.scheduler.core.records import JobRecord
+from services.scheduler.core.records import JobRecord, WorkerRecord
 
 _USABLE = 0.95
 """Share of the time until its deadline that a job may be forecast to take: no forecast is exact."""
@@ -36,9 +36,8 @@ class Lane(enum.Enum):
     """By forecast the whole answer would end after the deadline."""
 
 
-def choose(job: JobRecord, model: ModelRecord, target_s: float, now: float) -> Lane:
-    """The lane of a new job."""
-    healthy = model.able(job, model.healthy(now))
+def choose(job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord], target_s: float, now: float) -> Lane:
+    """The lane of a new job, which may wait for these workers."""
     loads = model.loads(job, healthy)
     remaining_s = job.deadline - now
     slack_s = (_USABLE * remaining_s - forecast.answer_s(loads, model.answer_tokens(job))) / _LONGER

@@ -83,6 +83,11 @@ class Submit:
     sheddable: bool = False
     adapter: bytes = b""
 
+    @property
+    def divisible(self) -> bool:
+        """Whether one worker may compute the prompt and another one the answer."""
+        return bool(self.block_keys) and self.max_tokens > 1
+
 
 class RunningJob(NamedTuple):
     """One attempt of a job that a worker runs."""

@@ -68,36 +68,31 @@ class ModelRecord:
 
     # -- placement --
 
-    def has_room(self, healthy: list[WorkerRecord]) -> bool:
-        """Whether one of the healthy workers may take a job: it has a free credit and, where roles divide the work, is
-        not one for prompts, whose jobs need a second credit."""
-        free = [worker for worker in healthy if worker.free_credits]
-        if not free or any(worker.hello.role is not Role.PREFILL for worker in free):
-            return bool(free)
-        return all(worker.hello.role is Role.PREFILL for worker in healthy)
+    def has_room(self, workers: list[WorkerRecord]) -> bool:
+        """Whether one of the workers may take a job: it has a free credit and, where roles divide the work, is not one
+        for prompts, whose jobs need a second credit."""
+        free = [worker.hello.role for worker in workers if worker.free_credits]
+        if free.count(Role.PREFILL) < len(free):
+            return True
+        return bool(free) and all(worker.hello.role is Role.PREFILL for worker in workers)
 
-    def choose_worker(self, job: JobRecord, healthy: list[WorkerRecord], whole: bool = False) -> Choice | None:
-        """The best of the healthy workers with a free credit; None if the job must wait. `whole`: one for all of it.
+    def choose_worker(self, job: JobRecord, workers: list[WorkerRecord]) -> Choice | None:
+        """The best with a free credit of the workers that are open to a job; None if the job must wait.
 
-        Workers that failed the job before are candidates only if no other worker is healthy. A job with an adapter goes
-        to workers that have it, and rather to one in whose device memory it is.
+        A job with an adapter rather goes to a worker in whose device memory it is. A suspect stays at one worker.
         """
-        avoid = job.submit.avoid
-        healthy = [worker for worker in healthy if worker.serves(job)]
-        if avoid:
-            healthy = [worker for worker in healthy if worker.id not in avoid] or healthy
         candidates = [
             Candidate(w.id, w.backlog_blocks, len(w.jobs), w.is_cold(job), w.hello.role, w.free_credits > 0)
-            for w in healthy
+            for w in workers
         ]
-        divisible = not whole and bool(job.submit.block_keys) and job.submit.max_tokens > 1
         matched = self.index.match(job.submit.block_keys)
+        divisible = job.submit.divisible and not job.need.suspect
         choice = choose_stages(candidates, self.blocks(job), matched, divisible)
-        return choice and choice._replace(source=self._source(choice, healthy, matched))
+        return choice and choice._replace(source=self._source(choice, workers, matched))
 
-    def _source(self, choice: Choice, healthy: list[WorkerRecord], matched: dict[str, int]) -> str:
-        """host:port of the healthy worker that holds the most of a prompt, if that is worth fetching."""
-        best = max(healthy, key=lambda worker: matched.get(worker.id, 0), default=None)
+    def _source(self, choice: Choice, workers: list[WorkerRecord], matched: dict[str, int]) -> str:
+        """host:port of the worker that holds the most of a prompt, if that is worth fetching."""
+        best = max(workers, key=lambda worker: matched.get(worker.id, 0), default=None)
         if best is None or matched.get(best.id, 0) < choice.matched_blocks + WORTH_MOVING_BLOCKS:
             return ""
         return best.hello.address
@@ -108,10 +103,6 @@ class ModelRecord:
         return -(-job.prompt_tokens // self.card.block_size)
 
     # -- forecasts --
-
-    def able(self, job: JobRecord, healthy: list[WorkerRecord]) -> list[WorkerRecord]:
-        """The healthy workers that a job may wait for: those that have its adapter; all if none has it yet."""
-        return [worker for worker in healthy if worker.serves(job)] or healthy
 
     def loads(self, job: JobRecord, healthy: list[WorkerRecord]) -> list[WorkerLoad]:
         """The load of each healthy worker, and what it would have to compute for the job's prompt."""

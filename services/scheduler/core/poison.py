@@ -42,8 +42,8 @@ class PoisonWatch:
         """By dead worker: the fingerprint that was on probation there."""
         self._company: OrderedDict[str, int] = OrderedDict()
         """By dead worker: how many jobs it had."""
-        self.changed = False
-        """The suspects are others than those that were taken last."""
+        self.changed: set[bytes] = set()
+        """Fingerprints that have become suspect, poisoned, or neither; whoever handles them clears the set."""
 
     def died(self, submit: Submit, jobs: int, probation: bytes, now: float) -> None:
         """A worker, `submit.lost_on`, died under an attempt of this job. It had `jobs` jobs and this fingerprint on
@@ -58,7 +58,8 @@ class PoisonWatch:
             again = bool(record.workers - {worker_id})
             record.workers.add(worker_id)
             if not record.suspect and (not submit.lost_after or company <= _MOST_COMPANY or again):
-                record.suspect = self.changed = True
+                record.suspect = True
+                self.changed.add(mark)
 
     def abandoned(self, worker_id: str, probation: bytes, now: float) -> None:
         """A worker is lost for good, and the gateway of its job on probation reported nothing: the client left."""
@@ -98,13 +99,13 @@ class PoisonWatch:
 
     def suspects(self) -> tuple[bytes, ...]:
         """All suspects, the poisoned ones included: gateways send none of them to a worker by themselves."""
-        self.changed = False
         return tuple(mark for mark, record in self._records.items() if record.suspect)
 
     def _poison(self, mark: bytes, worker_id: str, now: float) -> None:
         record = self._record(mark, now)
         record.workers.add(worker_id)
-        record.suspect = record.poisoned = self.changed = True
+        record.suspect = record.poisoned = True
+        self.changed.add(mark)
 
     def _record(self, mark: bytes, now: float) -> _Record:
         record = self._records.get(mark)
@@ -117,7 +118,8 @@ class PoisonWatch:
         return record
 
     def _forget(self, mark: bytes) -> None:
-        self.changed = self._records.pop(mark).suspect or self.changed
+        if self._records.pop(mark).suspect:
+            self.changed.add(mark)
 
 
 def _keep(book: OrderedDict[str, Value], worker_id: str, value: Value) -> Value:

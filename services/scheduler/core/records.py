@@ -5,12 +5,30 @@ import math
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from services.hashing import KEY_BYTES
 from services.scheduler.core.messages import Adapter, EndedJob, Submit, WorkerHello, WorkerReport
+from services.scheduler.core.placement import WORTH_MOVING_BLOCKS
 
 UNREPORTED_S = 0.05  # A report that arrives this soon after an assignment may not include the job yet.
 LONG = 1.5  # A job that takes so many times as long as others is no guide to when a credit is free.
 CONTEXT_WEIGHT = 0.1  # Blocks of prefill backlog that one block of a running job's context is worth.
+
+
+class Need(NamedTuple):
+    """What a job needs of its worker. Jobs with equal needs wait for the same workers."""
+
+    gateway_id: str | None
+    """Its gateway must reach the worker."""
+    adapter: bytes
+    """The worker must have it; empty for none."""
+    avoid: frozenset[str]
+    """Workers that failed the job, which get it only if there is no other."""
+    divided: bool
+    """Where roles divide the work, it may wait for a worker for prompts, too."""
+    suspect: bool = False
+    """The worker must have no other suspect on probation."""
 
 
 class JobRecord:
@@ -28,6 +46,7 @@ class JobRecord:
         "leader",
         "matched_blocks",
         "model_name",
+        "need",
         "order",
         "placement",
         "priority",
@@ -45,6 +64,8 @@ class JobRecord:
         self.priority = submit.priority
         self.model_name = ""  # Set when the job is admitted: the model's own name, also if `submit` has an alias.
         self.queued_at = now
+        long = len(submit.block_keys) >= (WORTH_MOVING_BLOCKS - 1) * KEY_BYTES  # The last block has no key.
+        self.need = Need(gateway_id, submit.adapter, submit.avoid, divided=long and submit.divisible)
         self.deadline = math.inf if submit.deadline_s is None else now + submit.deadline_s
         self.express = False  # It waits in the express lane of its queue.
         self.worker: WorkerRecord | None = None

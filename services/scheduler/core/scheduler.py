@@ -5,7 +5,6 @@ queue of its model, follows a waiting leader, or holds a credit of one worker. E
 answer (Assigned, Joined or Rejected) unless its gateway withdraws it or detaches.
 """
 
-from services.scheduler.core import refusals
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.membership import Membership
@@ -19,8 +18,12 @@ from services.scheduler.core.messages import (
     WorkerReport,
 )
 from services.scheduler.core.models import ModelRecord
-from services.scheduler.core.records import JobRecord, WorkerRecord
+from services.scheduler.core.records import JobRecord, Need, WorkerRecord
 from services.scheduler.core.state import State
+
+_LOOK_AHEAD = 8
+"""Jobs that a pass looks at beyond those whose prompts wait for a worker for prompts: the prompt of a later one may be
+where answers are computed."""
 
 
 class SchedulerCore:
@@ -63,11 +66,7 @@ class SchedulerCore:
             worker = self.state.workers.get(submit.lost_on)
             jobs, mark = (len(worker.jobs), worker.probation_mark) if worker is not None else (0, b"")
             self.state.poison.died(submit, jobs, mark, now)
-        job = self.state.new_job(submit, gateway_id, now)
-        if self.state.poison.poisoned(submit.fingerprint, now):
-            self.state.reject(job, refusals.poisoned())
-        else:
-            self._admission.admit(job, now)
+        self._admission.admit(self.state.new_job(submit, gateway_id, now), now)
         return self._commands(now)
 
     def on_survived(self, gateway_id: str, job_id: str, now: float) -> list[Command]:
@@ -154,41 +153,50 @@ class SchedulerCore:
 
     def _commands(self, now: float) -> list[Command]:
         """Assigns jobs where the event made that possible, then returns all commands of the event."""
+        poison = self.state.poison
+        if poison.changed:
+            changed, poison.changed = poison.changed, set()
+            self._admission.review(changed, now)
+            self.state.commands.broadcast(Suspects(poison.suspects()))
         while self.state.to_dispatch:
             name, _ = self.state.to_dispatch.popitem()
             if name in self.state.models:
                 self._assign_waiting(self.state.models[name], now)
-        if self.state.poison.changed:
-            self.state.commands.broadcast(Suspects(self.state.poison.suspects()))
         return self.state.commands.take_all()
 
     def _assign_waiting(self, model: ModelRecord, now: float) -> None:
-        """Assigns the waiting jobs of a model, in their order, as long as a healthy worker has a free credit."""
+        """Assigns the waiting jobs of a model, in their order, as long as a worker that they may go to has room."""
         healthy = model.healthy(now) if model.queue else []
-        skipped = []
+        passed: list[JobRecord] = []
         while model.queue and model.has_room(healthy):
-            job = model.queue.pop()
-            if not self._admission.dequeued_in_time(job, model, healthy, now):
+            open_to = self._with_room(model, healthy, divided=len(passed) < _LOOK_AHEAD)
+            job = model.queue.pop(open_to)
+            if job is None:
+                break
+            workers = open_to[job.need]
+            if not self._admission.dequeued_in_time(job, model, workers, now):
                 continue
-            if self.state.poison.poisoned(job.submit.fingerprint, now):
-                self._admission.reject_dequeued(job, refusals.poisoned(), now)
+            choice = model.choose_worker(job, workers)
+            if choice is None:  # Its prompt needs a worker for prompts, and these are full.
+                passed.append(job)
                 continue
-            suspect = self.state.poison.suspect(job.submit.fingerprint)
-            choice = model.choose_worker(job, self._open_to(job, healthy, suspect), whole=suspect)
-            if choice is None:  # No worker that is open to it has a credit.
-                skipped.append(job)
-                continue
-            if suspect:
+            if job.need.suspect:
                 self.state.workers[choice.worker_id].probation = job
             self.state.assign(job, choice, model, now)
             self._admission.join_followers(job, now)
-        for job in skipped:
-            model.queue.push(job)
+        for job in passed:
+            model.queue.put_back(job)
 
-    def _open_to(self, job: JobRecord, healthy: list[WorkerRecord], suspect: bool) -> list[WorkerRecord]:
-        """The workers that a job's gateway reaches and, for a suspect, that have no other suspect."""
-        reached = [worker for worker in healthy if self.state.reach.allows(job, worker)]
-        return [worker for worker in reached if worker.probation is None] if suspect else reached
+    def _with_room(
+        self, model: ModelRecord, healthy: list[WorkerRecord], divided: bool
+    ) -> dict[Need, list[WorkerRecord]]:
+        """By what waiting jobs need, the workers that are open to them, where one of these has room."""
+        open_to = {}
+        for need in model.queue.needs:
+            workers = self.state.reach.open_to(need, healthy)
+            if (workers is healthy or model.has_room(workers)) and (divided or not need.divided):
+                open_to[need] = workers
+        return open_to
 
     # ---- invariants ----
 

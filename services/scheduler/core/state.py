@@ -13,7 +13,7 @@ from services.scheduler.core.models import ModelRecord
 from services.scheduler.core.placement import Choice
 from services.scheduler.core.poison import PoisonWatch
 from services.scheduler.core.reach import Reach
-from services.scheduler.core.records import JobRecord, WorkerRecord
+from services.scheduler.core.records import JobRecord, Need, WorkerRecord
 
 
 @dataclass(slots=True)
@@ -63,8 +63,13 @@ class State:
     def enqueue(self, job: JobRecord, model: ModelRecord) -> None:
         """Puts a job in the queue of its model."""
         self.jobs.add(job, model.name)
+        job.need = self.need(job)
         model.queue.push(job)
         self.to_dispatch[model.name] = None
+
+    def need(self, job: JobRecord) -> Need:
+        """What a job needs of a worker now."""
+        return job.need._replace(suspect=self.poison.suspect(job.submit.fingerprint))
 
     def assign(self, job: JobRecord, choice: Choice, model: ModelRecord, now: float) -> None:
         """Assigns a job that was taken out of the queue to a worker, and to the one that continues it, if any."""
@@ -181,6 +186,7 @@ class State:
         assert not self.commands, self.commands
         waiting = {job.id: job for model in self.models.values() for job in model.queue}
         running = {job.id: job for worker in self.workers.values() for job in worker.jobs.values()}
+        assert self.poison.changed or all(job.need == self.need(job) for job in waiting.values()), waiting
         assert not waiting.keys() & running.keys(), waiting.keys() & running.keys()
         self.jobs.check_integrity(waiting | running)
         for worker in self.workers.values():
