@@ -105,13 +105,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         after the answers to the requests before."""
         writing, refused = asyncio.Lock(), None
         async with asyncio.TaskGroup() as answers:
-            async for request in requests:
-                try:
+            try:  # In here, because a group of tasks would wrap the error.
+                async for request in requests:
                     keys = [_checked_key(key) for key in _checked_count("keys", request.keys)]
-                except WeftError as error:
-                    refused = error
-                    break
-                answers.create_task(self._answer(request, keys, context, writing))
+                    answers.create_task(self._answer(request, keys, context, writing))
+            except WeftError as error:
+                refused = error
         if refused is not None:
             raise refused
 

@@ -9,6 +9,7 @@ import pytest_asyncio
 from grpc import StatusCode, aio
 
 from protos import cache_pb2 as cache
+from services import rpc
 from services.cache.counters import Miss
 from services.gateway.links.cache_link import CacheLink
 from services.gateway.links.recent_vectors import LIFE_S, RecentVectors
@@ -110,18 +111,23 @@ async def test_look_ups_go_on_when_the_cache_service_is_back(redis_server: Redis
     await link.close()
 
 
-async def test_a_malformed_key_ends_the_stream_behind_the_answers_to_the_requests_before(door: CacheDoor) -> None:
+@pytest.mark.parametrize("second", [cache.LookUpVectorsRequest(keys=[b"short"]).SerializeToString(), b"\xff"], ids=str)
+async def test_a_malformed_request_ends_the_stream_behind_the_answers_to_those_before(
+    door: CacheDoor, second: bytes
+) -> None:
     vectors = await store(door)
 
-    async def requests() -> AsyncIterator[cache.LookUpVectorsRequest]:
-        yield cache.LookUpVectorsRequest(keys=KEYS[:1], number=1)
-        yield cache.LookUpVectorsRequest(keys=[b"short"], number=2)
+    async def requests() -> AsyncIterator[bytes]:
+        yield cache.LookUpVectorsRequest(keys=KEYS[:1], number=1).SerializeToString()
+        yield second
 
-    answers = aiter(door.stub.LookUpVectors(requests()))
-    first = await anext(answers)
-    assert (first.number, list(first.vectors)) == (1, [vectors[KEYS[0]]])
-    with pytest.raises(aio.AioRpcError) as refused:
-        await anext(answers)
+    async with rpc.link_channel(f"127.0.0.1:{door.port}") as channel:
+        method: Any = channel.stream_stream("/weft.v1.Cache/LookUpVectors")
+        answers = aiter(method(requests()))
+        first = cache.LookUpVectorsResponse.FromString(await anext(answers))
+        assert (first.number, list(first.vectors)) == (1, [vectors[KEYS[0]]])
+        with pytest.raises(aio.AioRpcError) as refused:
+            await anext(answers)
     assert refused.value.code() is StatusCode.INVALID_ARGUMENT
 
 
