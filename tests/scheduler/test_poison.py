@@ -73,6 +73,18 @@ def test_suspects_run_one_at_a_time_until_they_produce_tokens(stage: Stage) -> N
     assert where(stage)["c"] == "w2"
 
 
+def test_a_suspect_waits_rather_than_to_go_back_to_where_it_failed(stage: Stage) -> None:
+    stage.worker("w1", credits=8)
+    start(stage, "a", "b")
+    stage.worker("w2", credits=8)
+    for mark in ("a", "b"):  # Their gateway sees the death of w1 before the scheduler does.
+        stage.submit(mark, attempt=2, fingerprint=mark.encode(), lost_on="w1", avoid=frozenset({"w1"}))
+    assert [answer.job_id for answer in stage.answers()] == ["a", "b", "a"]
+    stage.survived("a")
+    assert [answer.job_id for answer in stage.answers()][3:] == ["b"]
+    assert where(stage) == {"a": "w2", "b": "w2"}
+
+
 def test_a_crowd_that_flowed_moves_at_once(stage: Stage) -> None:
     """The death of a worker with many streams delays none of them."""
     stage.worker("w1", credits=64)

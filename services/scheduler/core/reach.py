@@ -43,8 +43,8 @@ class Reach:
     def open_to(self, need: Need, workers: list[WorkerRecord]) -> list[WorkerRecord]:
         """The workers that a job may go to now, if they have free credits."""
         workers = self.able(need, workers)
-        if need.suspect:
-            workers = [worker for worker in workers if worker.probation is None]
         if need.avoid:
             workers = [worker for worker in workers if worker.id not in need.avoid] or workers
+        if need.suspect:  # It waits for the others' probation rather than to go back to where it failed.
+            workers = [worker for worker in workers if worker.probation is None]
         return workers
