@@ -17,7 +17,9 @@ _FEW = 1 / 16
 """Share of answers found in the result cache below which requests are refused unread, and share of these requests that
 are read nevertheless: without any, nothing would show that answers are found again."""
 _WEIGHT = 1 / 64
-"""Of one request in that share: at first about 180 requests are refused after they were read."""
+"""Weight of one request in that share, at least; the n-th one since the queue is full has 1 / (n + 2)."""
+_ASSUMED = 2
+"""Answers that are taken for found before the first request: so the first 31 are read."""
 
 
 class EarlyRefusal:
@@ -28,14 +30,20 @@ class EarlyRefusal:
         self._access, self._catalog, self._scheduler = access, catalog, scheduler
         self._found = 1.0
         """Share of answers found in the result cache, among these and requests that a full queue refused."""
+        self._noted = _ASSUMED
+        """How many of these there were since the queue is full."""
 
     def note(self, found: bool) -> None:
         """A request that was read had its answer in the result cache, or else a full queue refused it."""
-        self._found += (found - self._found) * _WEIGHT
+        self._noted += 1
+        self._found += (found - self._found) * max(_WEIGHT, 1 / self._noted)
 
     def refusal(self, credentials: Credentials) -> WeftError | None:
         """Why a request for an answer that arrives now is refused unread; None if it is read."""
-        if self._found >= _FEW or not self._scheduler.queue_was_full:
+        if not self._scheduler.queue_was_full:
+            self._found, self._noted = 1.0, _ASSUMED
+            return None
+        if self._found >= _FEW:
             return None
         try:
             error = self._full(self._access.tenant(credentials))
