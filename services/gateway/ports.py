@@ -69,9 +69,9 @@ class Ports:
 
     async def close(self) -> None:
         """Refuses new calls, and gives running ones `drain_s` seconds to end."""
+        await self._probe.close()  # Else the server would break its connection, which gRPC logs.
         stopping = [self.grpc.stop(self._settings.drain_s)]
         await asyncio.gather(*stopping, *([self._http.stop()] if self._http is not None else []))
-        await self._probe.close()
 
     def _refusal(self, credentials: Credentials) -> WeftError | None:
         """Why a call that arrives now is refused before it is read, or None."""

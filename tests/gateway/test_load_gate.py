@@ -208,6 +208,9 @@ async def test_a_probe_waits_behind_the_calls_of_all_methods() -> None:
         await asyncio.gather(*calls)
         await until(lambda: probe.wait_s() > 1e-3)  # The first one waited behind all of them.
     await probe.close()
+    tasks = len(asyncio.all_tasks())
+    assert [probe.wait_s() for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert len(asyncio.all_tasks()) == tasks, "a call was started"
     await server.stop(0)
 
 

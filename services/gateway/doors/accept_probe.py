@@ -51,7 +51,8 @@ class AcceptProbe:
         return max(self._last_s, now - next(iter(self._unanswered.values())))
 
     async def close(self) -> None:
-        """Ends the calls and the connection."""
+        """Ends the calls and the connection; from now on nothing is measured."""
+        self.address = ""
         for call in list(self._unanswered):
             call.cancel()
         if self._channel is not None:
