@@ -78,7 +78,9 @@ class CommonSettings(BaseSettings):
         le=65535,
         description="Port at which Prometheus reads /metrics, on the host of `listen`; 0 disables it.",
     )
-    drain_s: float = Field(10.0, ge=0, description="Seconds that running calls may take after SIGTERM.")
+    drain_s: float = Field(
+        10.0, ge=0, description="Seconds that running calls may take after SIGTERM; scheduler and cache end at once."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -133,13 +133,16 @@ async def test_a_killed_worker_changes_no_byte_of_a_structured_answer(tmp_path: 
 
             return asyncio.create_task(generate(mesh.stub(), requests[number], deadline_s=100, on_delta=on_delta))
 
-        tasks = [begin(number) for number in range(len(requests))]
+        long, short = range(1, len(requests), 2), range(0, len(requests), 2)
+        tasks = {number: begin(number) for number in long}
+        while not all(seen[number] for number in long):  # noqa: ASYNC110 (deltas arrive meanwhile)
+            await asyncio.sleep(0.005)
+        tasks |= {number: begin(number) for number in short}
         while sum(count >= 8 for count in seen) < 12:
-            if any(task.done() for task in tasks):
-                break  # On a busy machine one may end before enough have begun.
+            assert not any(task.done() for task in tasks.values()), "a stream ended before enough were in flight"
             await asyncio.sleep(0.005)
         mesh.workers[0].kill(signal.SIGKILL)
-        answers = await asyncio.gather(*tasks)
+        answers = await asyncio.gather(*(tasks[number] for number in range(len(requests))))
         assert sum(answer.attempts == {1, 2} for answer in answers) >= 4
         for request, answer, before in zip(requests, answers, calm, strict=True):
             assert (answer.ids, answer.text, answer.logprobs) == (before.ids, before.text, before.logprobs)

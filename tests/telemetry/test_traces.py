@@ -151,16 +151,15 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
             await asyncio.gather(*(event.wait() for event in reading))
             assert mesh.workers[0].kill(signal.SIGKILL) == -signal.SIGKILL
             answers = await asyncio.gather(*tasks)
-            # A busy machine may move a stream once more.
-            assert 0 < sum(answer.receipt.attempts > 1 for answer in answers) < len(answers)
+            moved = [answer for answer in answers if answer.receipt.attempts == 2]
+            assert 0 < len(moved) < len(answers)
             for answer in answers:
                 spans = await collector.until(
                     answer.receipt.trace_id, lambda spans: {"gateway/text_completion", "worker/job"} <= {*names(spans)}
                 )
                 children = tree(spans, CALLER)
                 attempts = [seen for seen in spans if seen.name == "attempt"]
-                numbers = [seen.attributes["weft.attempt"] for seen in attempts]
-                assert numbers == list(range(1, answer.receipt.attempts + 1))
+                assert [seen.attributes["weft.attempt"] for seen in attempts] == ([1, 2] if answer in moved else [1])
                 assert [seen.attributes["weft.worker"] for seen in attempts] == list(answer.receipt.workers)
                 assert [seen.failed for seen in attempts] == ["WORKER_LOST"] * (len(attempts) - 1) + [""]
                 # The killed worker exports nothing; the worker that took over exports its spans.

@@ -11,7 +11,7 @@ async def run_together(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
     Raises what the first part that failed raised.
     """
     parts = list(parts)
-    if len(parts) == 1:  # A task of its own would cost it several turns of the event loop.
+    if len(parts) == 1:  # A task would cost a single part several turns of the event loop.
         await parts[0]
         return
     tasks = [asyncio.create_task(part) for part in parts]

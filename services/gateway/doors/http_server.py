@@ -193,7 +193,7 @@ class _Protocol(HttpToolsProtocol):
         if refused is None:
             return False
         status, headers, body = refused
-        # Who waits for `100 Continue` may send the body or not: nobody could tell it from the next request.
+        # A client that waits for `100 Continue` may send its body or not: the server cannot tell it from a request.
         stays = self.parser.should_keep_alive() and not self.expect_100_continue
         lines = [*self.server_state.default_headers, (b"content-length", b"%d" % len(body)), *headers]
         if not stays:

@@ -57,7 +57,7 @@ class QueueShare:
         self._refused_at = -math.inf
 
     def was_refused(self, now: float) -> bool:
-        """The scheduler has refused a job lately: only so many may wait."""
+        """Whether the scheduler has refused a job in the last seconds; then the number of waiting jobs is bounded."""
         return now - self._refused_at < _FORGET_S
 
     def most(self, now: float) -> float:

@@ -161,7 +161,7 @@ class SchedulerLink:
 
     @property
     def queue_was_full(self) -> bool:
-        """The scheduler has lately refused a job because a queue was full."""
+        """Whether the scheduler has refused a job in the last seconds because a queue was full."""
         now = time.monotonic()
         return any(share.was_refused(now) for share in self._shares.values())
 

@@ -1,6 +1,6 @@
 """Look-ups of vectors at the cache service, all on one stream. Every failure is a miss. Knows keys and bytes.
 
-A call of its own for each look-up takes 0.35 ms longer than a message on a stream.
+A look-up by a unary call takes 0.35 ms longer than one by a message on a stream.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ class VectorLookUps:
         self._session: asyncio.Task[None] | None = None
 
     async def find(self, parts: Sequence[Sequence[bytes]], traceparent: str) -> list[Sequence[bytes]]:
-        """For each list of keys, which is a request of its own, a vector for each key, empty for a miss; no vectors for
-        a request that fails or is not answered within the link's budget."""
+        """Sends a request for each list of keys -> for each request a vector for each key, empty for a miss; no vectors
+        if it fails or is not answered within the link's budget."""
         if not parts or not self._link.enabled:
             return [()] * len(parts)
         sent = [self._send(keys, traceparent) for keys in parts]

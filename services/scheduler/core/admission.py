@@ -128,7 +128,7 @@ class Admission:
         if self._queue_is_full(model, job.tenant):
             return refusals.queue_full(model.retry_after_s(model.healthy(now)))
         healthy = model.healthy(now)
-        able = self._state.reach.able(job.need, healthy) or healthy  # All if no worker has its adapter yet.
+        able = self._state.reach.able(job.need, healthy) or healthy  # All if none is able now: one may be soon.
         lane = lanes.choose(job, model, able, self._limits.target_s, now)
         job.express = lane is Lane.EXPRESS
         if lane in (Lane.EXPRESS, Lane.NORMAL):

@@ -2,7 +2,7 @@
 
 A batch is computed at once when it is full, and else when its oldest text has waited for the longest wait, or when
 nothing more is expected: the next arrival is overdue, or is expected after that moment, or as many jobs wait as the
-last batch had. Callers mostly send the next text after the answer to the last one, so a lone caller waits for nobody.
+last batch had. Most callers send a text after the answer to the last one, so a lone caller's text is computed at once.
 """
 
 import math
