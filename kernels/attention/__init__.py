@@ -11,8 +11,8 @@ head are packed into the rows of a tile):
   the row's partial results. With few rows, each program works on one row and head (`split_by_head`).
 - The tile kernel serves longer rows (prefill), the tiles with the most keys first.
 
-Three kernels replace them where they are faster: `decode_hopper` (few rows of one token, Hopper), `prefill_hopper` (the
-tile kernel for Hopper) and `short_prefill` (steps whose rows all see at most 128 keys; it has a plan of its own).
+Three kernels replace them where they are faster: `decode_hopper` (few short rows, Hopper), `prefill_hopper` (the tile
+kernel for Hopper) and `short_prefill` (steps whose rows all see at most 128 keys; it has a plan of its own).
 `shared_prefix` computes keys that neighbouring rows share once for a group of rows, before the split kernel runs.
 Grids depend on shapes alone and kernels read all values on the device, so all can be captured in a CUDA graph.
 
@@ -54,12 +54,12 @@ class DecodePrograms:
     programs: int
     """G: programs for all rows and heads."""
 
-    def serve(self, row_heads: int, share: int, dim: int, block_size: int, dtype: torch.dtype) -> bool:
+    def serve(self, row_heads: int, lines: int, dim: int, block_size: int, dtype: torch.dtype) -> bool:
         """Whether the kernel supports these shapes and each row and head can have at least two programs.
 
-        row_heads: rows times key/value heads. share: query heads per key/value head. dtype: of the queries.
+        row_heads: rows times key/value heads. lines: queries of a row and head at most. dtype: of the queries.
         """
-        made = dim in (64, 128) and share <= 8 and block_size % DECODE_UNIT.value == 0 and dtype.itemsize == 2
+        made = dim in (64, 128) and lines <= 64 and block_size % DECODE_UNIT.value == 0 and dtype.itemsize == 2
         return made and 2 * row_heads <= self.programs
 
 
@@ -117,6 +117,8 @@ WIDE = Config(
 # Most rows of one token -> programs on a Hopper, over pools of 16 bits and of fp8.
 HOPPER_DECODE = {1: DecodePrograms(64, 3, 4, 132), 3: DecodePrograms(64, 2, 4, 264), 16: DecodePrograms(64, 2, 4, 396)}
 HOPPER_DECODE_FP8 = {4: DecodePrograms(128, 2, 8, 132)}
+# Of rows of a token and its guesses, over pools of 16 bits.
+HOPPER_GUESSES = {1: DecodePrograms(64, 3, 4, 132), 16: DecodePrograms(64, 2, 4, 264)}
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_min_tiles=1, split_keys=16, tile_keys=16, shared_rows=4)
 SPAN = 512
@@ -125,9 +127,11 @@ GROUP_LINES, SHARED_PROGRAMS = 64, 256
 
 
 def config_for(
-    dim: int, dtype: torch.dtype, rows: int, invariant: bool = False, stored: torch.dtype | None = None
-) -> Config:
-    """The tile shapes for a head dimension, dtype, number of rows and dtype of the pool (None: `dtype`).
+    dim: int, dtype: torch.dtype, rows: int, invariant: bool = False, stored: torch.dtype | None = None,
+    short_tokens: int = 1,
+) -> Config:  # fmt: skip
+    """The tile shapes for a head dimension, dtype, number of rows, dtype of the pool (None: `dtype`), and the most
+    tokens of short rows.
 
     Invariant tile shapes do not depend on the number of rows.
     """
@@ -140,9 +144,10 @@ def config_for(
             split_stages=3, tile_rows=64, tile_keys=64, tile_warps=4, tile_stages=3, hopper=False, span=SPAN
         )  # fmt: skip
     configs = CONFIGS if stored is None or stored.itemsize > 1 else CONFIGS_8_BIT
-    decode = (
-        HOPPER_DECODE if stored in (None, dtype) else HOPPER_DECODE_FP8 if stored == kv_pages.FP8 and dim > 64 else {}
-    )
+    if stored in (None, dtype):
+        decode = HOPPER_DECODE if short_tokens == 1 else HOPPER_GUESSES
+    else:
+        decode = HOPPER_DECODE_FP8 if stored == kv_pages.FP8 and dim > 64 else {}
     shape = next((shape for most, shape in decode.items() if rows <= most), None)
     return replace(configs[64 if dim <= 64 else 128, rows <= SMALL_BATCH], decode=shape)
 
@@ -215,11 +220,11 @@ def plan_attention(
     kernel for few rows on a Hopper takes no others.
     """
     rows, device = contexts.shape[0], starts.device
-    config = config or config_for(dim, dtype, rows)
+    config = config or config_for(dim, dtype, rows, short_tokens=short_tokens)
     share = heads // kv_heads
     lines = triton.next_power_of_2(short_tokens * share)
-    decode = config.decode if plain and window is None and short_tokens == 1 and is_hopper(device) else None
-    if decode and not decode.serve(rows * kv_heads, share, dim, block_size, dtype):
+    decode = config.decode if plain and window is None and is_hopper(device) else None
+    if decode and not decode.serve(rows * kv_heads, lines, dim, block_size, dtype):
         decode = None
     alone = window or short_tokens > 1 or decode
     shared = None if alone else _shared_prefixes(config, rows, kv_heads, lines, dim, device)

@@ -1,8 +1,9 @@
-"""Decode attention for few rows of one token on a Hopper, in Gluon, for low latency.
+"""Attention for few rows of one token, or of a token and its guesses, on a Hopper, in Gluon, for low latency.
 
-A program works on keys of one row and head; keys are the rows of both products, as in `kernels.attention.decode_8bit`.
-It requests its first tiles, except the one with the newest key, before the previous kernel has ended, using the records
-that `schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. Names as in
+A program works on keys of one row and head; keys are the rows of both products, as in `kernels.attention.decode_8bit`,
+and the queries of all tokens of the row their columns: query c belongs to the row's token c // SHARE. It requests its
+first tiles, except those with the newest keys, before the previous kernel has ended, using the records that
+`schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. Names as in
 `kernels.attention`. 16-bit dtypes over pools of the same dtype or of e4m3, D = 64 or 128.
 """
 
@@ -22,8 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.attention.split_schedule import DECODE_UNIT, RECORD
 from kernels.kv_pages import FP8
 
-COLUMNS = gl.constexpr(8)  # queries, padded to the fewest columns that tensor cores take
-MERGE = gl.constexpr(16)  # partial results that are merged at a time
+FEWEST_COLUMNS = gl.constexpr(8)  # of products that tensor cores compute
 
 
 # ---- a program's keys ----
@@ -46,7 +46,7 @@ def _prefetch(kv, table, first, high, head, K: gl.constexpr, D: gl.constexpr, P:
 
 
 @gluon.jit
-def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, context, head, K: gl.constexpr, P: gl.constexpr,
+def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, seen, head, K: gl.constexpr, P: gl.constexpr,
          WARPS: gl.constexpr):  # fmt: skip
     """Start the copies of a tile's keys and values; zeros from key `high` on."""
     TILE: gl.constexpr = k_buffer.shape[0]
@@ -55,8 +55,8 @@ def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, context, head,
     known = keys < high
     page = gl.load(table + keys // P, mask=known, other=0).to(gl.int64)
     source = kv + ((page * P + keys % P) * (2 * K) + head)[:, None] * D + lanes[None, :]
-    if first + TILE >= context:
-        # The previous kernel writes the newest key: wait for it. The tile's other keys are prefetched into the L2.
+    if first + TILE > seen:
+        # The previous kernel writes the newest keys: wait for it. The tile's other keys are prefetched into the L2.
         _prefetch(kv, table, first, high, head, K, D, P, TILE, WARPS)
         gdc_wait()
     async_copy.async_copy_global_to_shared(k_buffer, source, known[:, None])
@@ -64,24 +64,26 @@ def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, context, head,
 
 
 @gluon.jit
-def _fetch_queries(source, q_buffer, SHARE: gl.constexpr, WARPS: gl.constexpr):
-    """Copy SHARE queries to shared memory, padded with zeros."""
+def _fetch_queries(source, q_buffer, count, q_stride, SHARE: gl.constexpr, WARPS: gl.constexpr):
+    """Copy `count` queries to shared memory, padded with zeros."""
     D: gl.constexpr = q_buffer.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
-    line = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
+    line = gl.arange(0, q_buffer.shape[0], gl.SliceLayout(1, layout))
     lane = gl.arange(0, D, gl.SliceLayout(0, layout))
-    queries = gl.load(source + (line * D)[:, None] + lane[None, :], mask=(line < SHARE)[:, None], other=0.0)
+    place = line // SHARE * q_stride + line % SHARE * D
+    queries = gl.load(source + place[:, None] + lane[None, :], mask=(line < count)[:, None], other=0.0)
     q_buffer.store(queries.to(q_buffer.dtype))
 
 
 @gluon.jit
-def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, first, places, high, scale):
-    """Process a tile that has arrived: maxima, sums by position and query, weighted values."""
+def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, keys, ends, scale):
+    """Process a tile that has arrived: maxima, sums by position and query, weighted values. ends: of one query or all,
+    the first key that it does not see."""
     fence_async_shared()
     gl.thread_barrier()
     scores = warpgroup_mma(k_buffer, q_buffer.permute([1, 0]), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, [scores]) * scale
-    scores = gl.where((first + places < high)[:, None], scores, float("-inf"))
+    scores = gl.where(keys[:, None] < ends, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 0))
     weights = gl.exp2(scores - new_top[None, :])
     fade = gl.exp2(top - new_top)
@@ -97,11 +99,12 @@ def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, fir
 
 
 @gluon.jit
-def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scale, K: gl.constexpr,
-            SHARE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-            WARPS: gl.constexpr):  # fmt: skip
+def _attend(q, kv, table, start, length, low, high, tiles, context, head, q_stride, scale, K: gl.constexpr,
+            SHARE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, LINES: gl.constexpr, TILE: gl.constexpr,
+            STAGES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Keys low to high: maxima [COLUMNS], sums [TILE, COLUMNS] by position in a tile, weighted values [D, COLUMNS]."""
     AHEAD: gl.constexpr = STAGES - 1
+    COLUMNS: gl.constexpr = max(FEWEST_COLUMNS, LINES)
     stored: gl.constexpr = kv.dtype.element_ty
     EIGHT_BIT: gl.constexpr = stored.primitive_bitwidth == 8
     kind: gl.constexpr = gl.float16 if EIGHT_BIT else stored  # e4m3 becomes float16 in one instruction
@@ -129,14 +132,19 @@ def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scal
     sums = gl.zeros([TILE, COLUMNS], gl.float32, layout)
     mixed = gl.zeros([D, COLUMNS], gl.float32, layout)
     nothing = gl.zeros([TILE, COLUMNS], gl.float32, layout)
+    seen = context - length + 1  # keys that the row's first token sees
+    ends = high
+    if LINES > SHARE:
+        ends = gl.minimum(seen + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) // SHARE, high)[None, :]
     for step in range(tiles + AHEAD):
         if step < tiles:
             _ask(kv, table, k_found.index(step % STAGES), v_found.index(step % STAGES), low + step * TILE, rows, lanes,
-                 high, context, head, K, P, WARPS)  # fmt: skip
+                 high, seen - 1, head, K, P, WARPS)  # fmt: skip
         async_copy.commit_group()
         if step == AHEAD:
             gdc_wait()
-            _fetch_queries(q + start.to(gl.int64) * q_stride + head * (SHARE * D), q_buffer, SHARE, WARPS)
+            first = q + start.to(gl.int64) * q_stride + head * (SHARE * D)
+            _fetch_queries(first, q_buffer, length * SHARE, q_stride, SHARE, WARPS)
         if step >= AHEAD:
             count = step - AHEAD
             stage = count % STAGES
@@ -147,7 +155,7 @@ def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scal
                 v_buffers.index(0).store(v_found.index(stage).load(memory).to(kind))
                 stage = 0
             top, sums, mixed = _take(top, sums, mixed, k_buffers.index(stage), v_buffers.index(stage), q_buffer,
-                                     p_buffer, nothing, low + count * TILE, places, high, scale)  # fmt: skip
+                                     p_buffer, nothing, low + count * TILE + places, ends, scale)  # fmt: skip
     return top, sums, mixed
 
 
@@ -164,9 +172,17 @@ def _merge_layout(LINES, D, WARPS):
 
 
 @gluon.jit
-def _merge(parts, pieces, target, SHARE: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
-    """Merge the consecutive partial results of a row and head, and store the result."""
+def _place(line, K: gl.constexpr, SHARE: gl.constexpr, D: gl.constexpr):
+    """Where the result of a query is, from that of the row's and head's first one on."""
+    return line // SHARE * (K * SHARE * D) + line % SHARE * D
+
+
+@gluon.jit
+def _merge(parts, pieces, target, count, K: gl.constexpr, SHARE: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr,
+           WARPS: gl.constexpr):  # fmt: skip
+    """Merge the consecutive partial results of a row and head, of `count` queries, and store the result."""
     SIZE: gl.constexpr = LINES * (D + 2)
+    MERGE: gl.constexpr = 16 if LINES <= 8 else 64 // LINES
     layout: gl.constexpr = _merge_layout(LINES, D, WARPS)
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
     of_sums: gl.constexpr = gl.SliceLayout(0, layout)
@@ -178,7 +194,7 @@ def _merge(parts, pieces, target, SHARE: gl.constexpr, LINES: gl.constexpr, D: g
     total = gl.zeros([LINES], gl.float32, of_lines)
     mixed = gl.zeros([LINES, D], gl.float32, of_sums)
     for first in range(0, pieces, MERGE):
-        exists = ((first + which) < pieces)[:, None] & (line < SHARE)[None, :]
+        exists = ((first + which) < pieces)[:, None] & (line < count)[None, :]
         place = parts + ((first + which) * SIZE)[:, None]
         values = gl.load(
             (place + (line * D)[None, :])[:, :, None] + lane[None, :][:, None, :], mask=exists[:, :, None], other=0.0,
@@ -195,31 +211,32 @@ def _merge(parts, pieces, target, SHARE: gl.constexpr, LINES: gl.constexpr, D: g
     lines = gl.arange(0, LINES, of_lines)
     lanes = gl.arange(0, D, gl.SliceLayout(0, of_sums))
     result = (mixed / gl.where(total > 0, total, 1.0)[:, None]).to(target.dtype.element_ty)
-    gl.store(target + (lines * D)[:, None] + lanes[None, :], result, mask=(lines < SHARE)[:, None])
+    gl.store(target + _place(lines, K, SHARE, D)[:, None] + lanes[None, :], result, mask=(lines < count)[:, None])
 
 
 @gluon.jit
-def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, K: gl.constexpr, SHARE: gl.constexpr,
-           LINES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, count, K: gl.constexpr,
+           SHARE: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Store the result of a row and head, or the program's partial result: weighted values, maxima, sums."""
     D: gl.constexpr = mixed.shape[0]
     layout: gl.constexpr = mixed.type.layout
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    column = gl.arange(0, mixed.shape[1], gl.SliceLayout(0, layout))
     dims = gl.arange(0, D, gl.SliceLayout(1, layout))
-    some = (column < SHARE)[None, :]
+    some = (column < count)[None, :]
     if pieces == 1:
         result = mixed / gl.where(total > 0, total, 1.0)[None, :]
-        gl.store(target + dims[:, None] + (column * D)[None, :], result.to(target.dtype.element_ty), mask=some)
+        place = _place(column, K, SHARE, D)
+        gl.store(target + dims[:, None] + place[None, :], result.to(target.dtype.element_ty), mask=some)
     else:
         SIZE: gl.constexpr = LINES * (D + 2)
         part = parts + gl.program_id(0) * SIZE
         gl.store(part + dims[:, None] + (column * D)[None, :], mixed, mask=some)
-        gl.store(part + LINES * D + column, top, mask=column < SHARE)
-        gl.store(part + LINES * (D + 1) + column, total, mask=column < SHARE)
+        gl.store(part + LINES * D + column, top, mask=column < count)
+        gl.store(part + LINES * (D + 1) + column, total, mask=column < count)
         gl.thread_barrier()  # the program's stores precede its arrival
         if gl.atomic_add(arrived + row * K + head, 1, sem="acq_rel") == pieces - 1:
             gl.store(arrived + row * K + head, 0)
-            _merge(part - piece * SIZE, pieces, target, SHARE, LINES, D, WARPS)
+            _merge(part - piece * SIZE, pieces, target, count, K, SHARE, LINES, D, WARPS)
 
 
 # ---- kernel and launch ----
@@ -241,7 +258,7 @@ def decode_hopper_kernel(
 ):  # fmt: skip
     """Program p computes the keys of record p, in tiles."""
     record = records + gl.program_id(0) * RECORD
-    row, units, start = gl.load(record), gl.load(record + 2), gl.load(record + 3)
+    row, units, start, length = gl.load(record), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4)
     context, share, stop, here = gl.load(record + 5), gl.load(record + 6), gl.load(record + 7), gl.load(record + 9)
     gdc_launch_dependents()
     if here < stop:
@@ -258,13 +275,14 @@ def decode_hopper_kernel(
             scale *= gl.load(head_scales + head)
             gain = gl.load(head_scales + K + head)
         top, sums, mixed = _attend(
-            q, kv, table, start, low, high, tiles, context, head, q_stride, scale, K, SHARE, D, P, TILE, STAGES, WARPS
-        )
+            q, kv, table, start, length, low, high, tiles, context, head, q_stride, scale, K, SHARE, D, P, LINES, TILE,
+            STAGES, WARPS,
+        )  # fmt: skip
         gdc_wait()
         target = out + start.to(gl.int64) * (K * SHARE * D) + head * (SHARE * D)
         _leave(
-            top, gl.sum(sums, 0), mixed * gain, parts, arrived, row, head, piece, pieces, target, K, SHARE, LINES,
-            WARPS,
+            top, gl.sum(sums, 0), mixed * gain, parts, arrived, row, head, piece, pieces, target, length * SHARE, K,
+            SHARE, LINES, WARPS,
         )  # fmt: skip
     else:
         gdc_wait()
@@ -274,7 +292,7 @@ def attend_decode(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, tables: Tensor, records: Tensor,
     parts: Tensor, arrived: Tensor, scale: float, keys: int, stages: int, warps: int,
 ) -> None:  # fmt: skip
-    """Attention of all rows of one token, in tiles of `keys` keys. scale includes log2(e)."""
+    """Attention of all rows of up to LINES / SHARE tokens, in tiles of `keys` keys. scale includes log2(e)."""
     _, block_size, _, kv_heads, dim = kv_NP2KD.shape
     assert kv_NP2KD.dtype in (q_THD.dtype, FP8), kv_NP2KD.dtype
     decode_hopper_kernel[(len(records),)](

@@ -144,6 +144,22 @@ def test_attention_of_few_answers(heads: tuple[int, int, int], dtype: torch.dtyp
         close(batch.run(None, 1), batch.want(None))
 
 
+@pytest.mark.parametrize("stored", [None, kv_pages.FP8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (6, 2, 64)], ids=str)
+def test_attention_of_few_rows_with_guesses(
+    heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    for most in (2, 3, 5, 9):
+        for rows in (1, 4, 13):
+            lengths = [most, *(random.randint(0, most) for _ in range(rows - 1))]
+            contexts = [
+                length + random.choice([0, random.randint(0, 70), random.randint(0, 4000)]) for length in lengths
+            ]
+            batch = Batch(lengths, contexts, *heads, random.choice([16, 64]), dtype, stored)
+            close(batch.run(None, most), batch.want(None))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (6, 2, 64)], ids=str)
 def test_attention_of_rows_with_few_keys(heads: tuple[int, int, int], dtype: torch.dtype) -> None:

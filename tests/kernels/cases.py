@@ -85,11 +85,12 @@ class Batch:
 
     def plan(self, window: int | None, short: int, config: attention.Config | None = None) -> attention.AttentionPlan:
         dim, dtype, rows = self.q.shape[2], self.q.dtype, len(self.lengths)
+        served = attention.config_for(dim, dtype, rows, stored=self.pool.dtype, short_tokens=short)
         return attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
             self.kv_heads, dim, self.block, dtype, window, short,
             sum(length for length in self.lengths if length > short),
-            config or attention.config_for(dim, dtype, rows, stored=self.pool.dtype), self.scores.is_plain,
+            config or served, self.scores.is_plain,
         )  # fmt: skip
 
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:

@@ -562,14 +562,15 @@ def compile_prefill_hopper(record: CompileRecord, dim: int, windowed: bool, stor
 
 
 def compile_decode(
-    record: CompileRecord, dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int
+    record: CompileRecord, dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int, tokens: int
 ) -> Compiled:
-    """Compiles the attention of few decoding rows, for capability 9.0 only. share: query heads per key/value head."""
+    """Compiles the attention of few short rows, for capability 9.0 only. share: query heads per key/value head; tokens:
+    most of a row."""
     from kernels.attention import decode_hopper
 
     fixed: dict[str, int | None] = {
-        "K": 8, "SHARE": share, "D": dim, "P": 16, "LINES": triton.next_power_of_2(share), "TILE": shape.keys,
-        "STAGES": shape.stages, "WARPS": shape.warps,
+        "K": 8, "SHARE": share, "D": dim, "P": 16, "LINES": triton.next_power_of_2(share * tokens),
+        "TILE": shape.keys, "STAGES": shape.stages, "WARPS": shape.warps,
     }  # fmt: skip
     if stored != kv_pages.FP8:
         fixed["head_scales"] = None
@@ -802,18 +803,21 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
             assert compiled.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored}: prefill_hopper_kernel shared {compiled.shared}")
         decode = [
-            (64, dtype, attention.HOPPER_DECODE[1], 4),
-            *((128, dtype, attention.HOPPER_DECODE[rows], 4) for rows in (1, 16)),
+            (64, dtype, attention.HOPPER_DECODE[1], 4, 1),
+            *((128, dtype, attention.HOPPER_DECODE[rows], 4, 1) for rows in (1, 16)),
+            *((128, dtype, attention.HOPPER_GUESSES[rows], 4, 5) for rows in (1, 16)),
         ]
         decode += [
-            (128, kv_pages.FP8, attention.HOPPER_DECODE_FP8[4], 4),
-            (64, dtype, attention.HOPPER_DECODE[1], 1),
-            (128, dtype, attention.HOPPER_DECODE[1], 7),
+            (128, kv_pages.FP8, attention.HOPPER_DECODE_FP8[4], 4, 1),
+            (128, kv_pages.FP8, attention.HOPPER_DECODE_FP8[4], 4, 9),
+            (64, dtype, attention.HOPPER_DECODE[1], 1, 1),
+            (128, dtype, attention.HOPPER_DECODE[1], 7, 1),
+            (128, dtype, attention.HOPPER_GUESSES[16], 7, 9),
         ]
-        for dim, stored, programs, share in decode:
-            compiled = compile_decode(record, dim, stored, programs, share)
+        for dim, stored, programs, share, tokens in decode:
+            compiled = compile_decode(record, dim, stored, programs, share, tokens)
             assert compiled.shared <= MOST_SHARED[capability]
-            lines.append(f"attention {dim} {stored} {share}: decode_hopper_kernel shared {compiled.shared}")
+            lines.append(f"attention {dim} {stored} {share} {tokens}: decode_hopper_kernel shared {compiled.shared}")
         for name, compiled in compile_packed_hopper(record):
             assert compiled.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: packed_hopper_kernel shared {compiled.shared}")

@@ -60,25 +60,26 @@ def planned(
 ) -> attention.AttentionPlan:  # fmt: skip
     """The plan of a step whose rows may share prefixes, on a Hopper or another device."""
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((rows + 1,), (rows,), (rows, 8)))
-    config = replace(attention.config_for(dim, BF16, rows), shared_rows=1)
+    config = replace(attention.config_for(dim, BF16, rows, short_tokens=short), shared_rows=1)
     with mock.patch.object(attention, "is_hopper", return_value=hopper), mock.patch.object(attention, "schedule"):
         return attention.plan_attention(
             starts, contexts, tables, heads, kv_heads, dim, block, BF16, window, short, 0, config
         )
 
 
-def test_a_hopper_uses_the_decode_kernel_for_few_rows_of_one_token() -> None:
-    plan = planned()
-    assert plan.decode == attention.HOPPER_DECODE[16]
-    assert len(plan.records) == 396
+@pytest.mark.parametrize(("short", "programs"), [(1, 396), (2, 264), (9, 264)])
+def test_a_hopper_uses_the_decode_kernel_for_few_rows_of_few_tokens(short: int, programs: int) -> None:
+    plan = planned(short=short)
+    assert plan.decode == (attention.HOPPER_DECODE if short == 1 else attention.HOPPER_GUESSES)[16]
+    assert len(plan.records) == programs
     assert plan.shared is None
     assert planned(rows=16, heads=12, kv_heads=12).decode is not None
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"hopper": False}, {"rows": 17}, {"window": 99}, {"short": 2}, {"dim": 96}, {"block": 8},
-     {"heads": 36, "kv_heads": 4}, {"rows": 16, "heads": 13, "kv_heads": 13}],
+    [{"hopper": False}, {"rows": 17}, {"window": 99}, {"short": 17}, {"dim": 96}, {"block": 8},
+     {"rows": 16, "heads": 13, "kv_heads": 13}],
     ids=str,
 )  # fmt: skip
 def test_shapes_without_the_decode_kernel_use_the_general_plan(other: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ def test_int8_pools_do_not_use_the_short_kernel() -> None:
 
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("lines", [1, 2, 4, 8])
+@pytest.mark.parametrize("lines", [1, 2, 4, 8, 16, 32, 64])
 def test_threads_that_merge_parts_cover_a_head(lines: int, dim: int, warps: int) -> None:
     layout = decode_hopper._merge_layout(lines, dim, warps)
     each, threads, across = (layout.size_per_thread, layout.threads_per_warp, layout.warps_per_cta)

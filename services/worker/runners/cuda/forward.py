@@ -165,9 +165,9 @@ class GpuForward:
         if kind is Kind.SHORT_CONTEXT:
             return ShortPrefillPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype, ops, pool = self._model.config, self._model.embedding.dtype, self._ops, self._pool
-        shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), ops.invariant, pool.stored)
+        short, rows = max(ops.short_tokens, longest), len(inputs.contexts)
+        shapes = attention.config_for(config.head_dim, dtype, rows, ops.invariant, pool.stored, short)
         return attention.plan_attention(
             inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
-            pool.block_size, dtype, window, max(ops.short_tokens, longest), long_tokens, shapes,
-            config.has_plain_scores,
+            pool.block_size, dtype, window, short, long_tokens, shapes, config.has_plain_scores,
         )  # fmt: skip
