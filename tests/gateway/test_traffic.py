@@ -93,7 +93,7 @@ def test_counts_leave_the_window_after_its_length() -> None:
 def held() -> int:
     """Counts of models that are in memory."""
     gc.collect()
-    return sum(isinstance(each, ModelCounts) for each in gc.get_objects())
+    return sum(type(each) is ModelCounts for each in gc.get_objects())
 
 
 def test_models_without_traffic_in_the_window_take_no_memory() -> None:
