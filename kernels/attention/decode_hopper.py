@@ -182,7 +182,7 @@ def _merge(parts, pieces, target, count, K: gl.constexpr, SHARE: gl.constexpr, L
            WARPS: gl.constexpr):  # fmt: skip
     """Merge the consecutive partial results of a row and head, of `count` queries, and store the result."""
     SIZE: gl.constexpr = LINES * (D + 2)
-    MERGE: gl.constexpr = 16 if LINES <= 8 else 64 // LINES
+    MERGE: gl.constexpr = min(16, 128 // LINES)
     layout: gl.constexpr = _merge_layout(LINES, D, WARPS)
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
     of_sums: gl.constexpr = gl.SliceLayout(0, layout)
