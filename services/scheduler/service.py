@@ -62,6 +62,8 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self._gateways: dict[str, PeerStream[mesh.DispatchResponse]] = {}
         self._workers: dict[str, PeerStream[mesh.AttachResponse]] = {}
         self._loading: dict[str, PeerStream[mesh.AttachResponse]] = {}
+        self._submissions: dict[str, int] = {}
+        """How many each attached gateway has sent on its stream."""
         self._reports: dict[str, mesh.GatewayReport] = {}
         """The last report of each attached gateway; of one that has sent none, only its id."""
         self._spans = QueueSpans()
@@ -80,8 +82,8 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
             self._perform(self._core.on_tick(now))
             if now - beat_at >= HEARTBEAT_S:
                 beat_at = now
-                for stream in self._gateways.values():
-                    stream.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat()))
+                for gateway_id in self._gateways:
+                    self._send(gateway_id, mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat()))
 
     # ---- gateways ----
 
@@ -96,14 +98,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self._check_mesh(hello.mesh_id, "gateway", gateway_id)
         stream: PeerStream[mesh.DispatchResponse] = PeerStream(self._queue_limit)
         replace_stream(self._gateways, gateway_id, stream)
-        self._reports[gateway_id] = mesh.GatewayReport(gateway_id=gateway_id)
+        self._reports[gateway_id], self._submissions[gateway_id] = mesh.GatewayReport(gateway_id=gateway_id), 0
         log.info("gateway attached", gateway_id=gateway_id)
         self._perform(self._core.on_gateway_attached(gateway_id, self._clock()))
         try:
             await stream.run(asyncio.create_task(self._read_gateway(gateway_id, requests)), context)
         finally:
             if self._gateways.get(gateway_id) is stream:
-                del self._gateways[gateway_id], self._reports[gateway_id]
+                del self._gateways[gateway_id], self._reports[gateway_id], self._submissions[gateway_id]
                 log.info("gateway detached", gateway_id=gateway_id)
                 self._spans.cancel_all(gateway_id)
                 self._perform(self._core.on_gateway_detached(gateway_id, self._clock()))
@@ -129,13 +131,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                     raise _unexpected()
 
     def _submit(self, gateway_id: str, message: mesh.Submit) -> None:
+        self._submissions[gateway_id] += 1
         self._spans.begin(gateway_id, message.job_id, message.traceparent, message.attempt)
         try:
             submit = codec.submit_from(message)
         except WeftError as error:  # A malformed job ends neither the stream nor the other jobs on it.
             self._spans.end(gateway_id, message.job_id, {}, error.reason)
             rejected = mesh.Rejected(job_id=message.job_id, attempt=message.attempt, failure=error.failure())
-            self._gateways[gateway_id].send(mesh.DispatchResponse(rejected=rejected))
+            self._send(gateway_id, mesh.DispatchResponse(rejected=rejected))
             return
         self._perform(self._core.on_submit(gateway_id, submit, self._clock()))
 
@@ -237,7 +240,11 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         if isinstance(message, Assigned | Joined | Rejected):
             self._record_answer(gateway_id, message)
         if gateway_id in self._gateways:
-            self._gateways[gateway_id].send(codec.to_gateway(message, self._mesh_id))
+            self._send(gateway_id, codec.to_gateway(message, self._mesh_id))
+
+    def _send(self, gateway_id: str, message: mesh.DispatchResponse) -> None:
+        message.submissions_read = self._submissions[gateway_id]
+        self._gateways[gateway_id].send(message)
 
     def _send_to_worker(self, worker_id: str, message: WorkerMessage) -> None:
         stream = self._workers[worker_id]

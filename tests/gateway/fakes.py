@@ -59,6 +59,7 @@ class FakeScheduler(SchedulerServicer):
         self.epoch = 0
         self.hellos = 0
         self.accepts_reports = True
+        self.counts_submissions = False
         self.reports: list[mesh_pb2.GatewayReport] = []
         self.overview = mesh_pb2.OverviewResponse()
         self.overviews = 0
@@ -86,7 +87,9 @@ class FakeScheduler(SchedulerServicer):
             kind = request.WhichOneof("message")
             if kind == "hello":
                 self.hellos += 1
-                hello = mesh_pb2.SchedulerHello(epoch=self.epoch, accepts_reports=self.accepts_reports)
+                hello = mesh_pb2.SchedulerHello(
+                    epoch=self.epoch, accepts_reports=self.accepts_reports, counts_submissions=self.counts_submissions
+                )
                 unsent.put(mesh_pb2.DispatchResponse(hello=hello))
                 unsent.put(self._models())
             elif kind == "submit":

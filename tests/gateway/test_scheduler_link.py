@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_SchedulerServicer_to_server
 from services import rpc
 from services.errors import WeftError, exhausted
-from services.gateway.links import queue_share
+from services.gateway.links import queue_share, unread_submissions
 from services.gateway.links.scheduler_link import SchedulerLink
 from tests.gateway.fakes import FakeScheduler, rejected, until
 
@@ -145,3 +146,53 @@ async def test_another_scheduler_is_not_taken_as_full(
         scheduler.hang_up()
         await until(lambda: scheduler.hellos == 2)
         link.check_room("m", "t", False)
+
+
+async def test_while_the_scheduler_is_behind_new_jobs_are_refused(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)  # Time passes at any speed here.
+    scheduler.hold = scheduler.counts_submissions = True
+
+    def job(number: int, attempt: int = 1) -> mesh.Submit:
+        return mesh.Submit(job_id=str(number), attempt=attempt, model=f"model {number % 2}")
+
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
+        waiting = [asyncio.create_task(link.submit(job(number))) for number in range(40)]
+        await until(lambda: len(scheduler.submits) == 40)
+        assert not link.refuses
+        scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=5))
+        await until(lambda: link.refuses)
+        for number in (40, 41):
+            with pytest.raises(WeftError) as caught:
+                await link.submit(job(number))
+            assert (caught.value.code, caught.value.reason) == (StatusCode.RESOURCE_EXHAUSTED, "SCHEDULER_OVERLOADED")
+            assert caught.value.retry_after_s == 1.0
+        # The client of a later attempt has part of its answer.
+        waiting.append(asyncio.create_task(link.submit(job(42, attempt=2))))
+        await until(lambda: len(scheduler.submits) == 41)
+        scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=41))
+        await until(lambda: not link.refuses)
+        scheduler.release()
+        assert len(await asyncio.gather(*waiting)) == 41
+        assert (await link.submit(job(43))).job_id == "43"
+
+
+async def test_another_connection_counts_from_the_beginning(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)
+    scheduler.hold = scheduler.counts_submissions = True
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
+        waiting = [asyncio.create_task(link.submit(mesh.Submit(job_id=str(n), attempt=1))) for n in range(40)]
+        await until(lambda: len(scheduler.submits) == 40)
+        scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=1))
+        await until(lambda: link.refuses)
+        scheduler.hang_up()
+        await until(lambda: len(scheduler.submits) == 80)
+        scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=40))
+        await until(lambda: not link.refuses)
+        scheduler.release()
+        await asyncio.gather(*waiting)

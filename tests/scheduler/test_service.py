@@ -135,6 +135,25 @@ async def test_a_job_goes_to_a_worker_and_its_credit_to_the_next_job(scheduler: 
     assert assigned.queue_s > 0
 
 
+async def test_messages_count_the_submissions_that_were_read(scheduler: Mesh) -> None:
+    first, second = await scheduler.gateway(), await scheduler.gateway("g2")
+    await scheduler.worker(credits=8)
+
+    async def counted(peer: Peer, count: int) -> None:
+        """A message with this count arrives, at the latest with the next heartbeat."""
+        while (message := await asyncio.wait_for(peer.call.read(), WAIT_S)).submissions_read < count:
+            pass
+        assert message.submissions_read == count
+
+    for number in range(3):
+        await first.submit(f"job {number}")
+    await counted(first, 3)
+    await second.submit("another")
+    await counted(second, 1)
+    await first.submit("of an unknown model", model="other")
+    await counted(first, 4)
+
+
 async def test_the_end_of_a_cancelled_job_frees_no_credit_of_a_new_job_with_its_id(scheduler: Mesh) -> None:
     worker = await scheduler.worker()
     gateway = await scheduler.gateway()

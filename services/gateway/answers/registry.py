@@ -12,6 +12,7 @@ from services.gateway.backend import Backend
 from services.gateway.links.early_refusal import EarlyRefusal
 from services.gateway.links.queue_share import QUEUE_FULL
 from services.gateway.links.unmeetable import REASON, UnmeetableDeadlines
+from services.gateway.links.unread_submissions import SCHEDULER_OVERLOADED
 
 
 class Registry:
@@ -67,7 +68,7 @@ class Registry:
         generation.subscribers.discard(subscriber)
         if any(each.costs.hit for each in generation.continuations):
             self._early.note(found=True)
-        elif generation.error is not None and generation.error.reason == QUEUE_FULL:
+        elif generation.error is not None and generation.error.reason in (QUEUE_FULL, SCHEDULER_OVERLOADED):
             self._early.note(found=False)
         # A retry avoids workers that take other requests: its refusal shows nothing about these.
         if generation.error is not None and generation.error.reason == REASON and not generation.retried:

@@ -1,4 +1,5 @@
-"""Requests that are refused before they are read: those of a tenant whose models all have a full queue.
+"""Requests that are refused before they are read: all while the scheduler is behind, and those of a tenant whose models
+all have a full queue.
 
 Knows credentials and names of models, no requests. To read, validate and record a request costs several times what it
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
@@ -40,7 +41,7 @@ class EarlyRefusal:
 
     def refusal(self, credentials: Credentials) -> WeftError | None:
         """Why a request for an answer that arrives now is refused unread; None if it is read."""
-        if not self._scheduler.queue_was_full:
+        if not self._scheduler.refuses:
             self._found, self._noted = 1.0, _ASSUMED
             return None
         if self._found >= _FEW:

@@ -1,7 +1,8 @@
 """The control link to the scheduler: submits jobs, receives placements, models and losses. Knows hashes, never tokens.
 
 Running streams do not depend on it. After a reconnect it submits again all jobs that are still unanswered. While the
-scheduler does not answer, `fallback` places jobs. While its queue of a model is full, jobs are refused here.
+scheduler does not answer, `fallback` places jobs. While it is behind, or its queue of a model is full, jobs are refused
+here.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from protos.mesh_pb2_grpc import SchedulerStub
 from services import rpc
 from services.errors import WeftError, unavailable
 from services.gateway.links.queue_share import QUEUE_FULL, QueueShare
+from services.gateway.links.unread_submissions import UnreadSubmissions
 from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull
 
@@ -101,6 +103,8 @@ class SchedulerLink:
         self._shares: defaultdict[str, QueueShare] = defaultdict(QueueShare)
         """By the model's name."""
         self._unsent: SendQueue[mesh.DispatchRequest] | None = None
+        self._unread: UnreadSubmissions | None = None
+        """Of this connection, if the scheduler counts what it reads."""
         self._connected = False
         self._accepts_reports = False
         self._reported = mesh.GatewayReport()
@@ -160,16 +164,23 @@ class SchedulerLink:
                 self._remove(pending)
 
     @property
-    def queue_was_full(self) -> bool:
-        """Whether the scheduler has refused a job in the last seconds because a queue was full."""
+    def refuses(self) -> bool:
+        """Whether new jobs may be refused here: the scheduler is behind, or has refused a job in the last seconds
+        because a queue was full."""
         now = time.monotonic()
-        return any(share.was_refused(now) for share in self._shares.values())
+        return self._behind() is not None or any(share.was_refused(now) for share in self._shares.values())
+
+    def _behind(self) -> WeftError | None:
+        return self._unread.refusal() if self._unread is not None else None
 
     def refusal(self, model: str, tenant: str, sheddable: bool = False) -> WeftError | None:
-        """Why a new job is refused here: the scheduler's queue of this model is full, as far as this gateway may fill
-        it. None if it is submitted. `tenant` is the hash of the name."""
+        """Why a new job is refused here: the scheduler is behind, or its queue of this model is full, as far as this
+        gateway may fill it. None if it is submitted. `tenant` is the hash of the name."""
+        if self.silent:
+            return None
         share = self._shares.get(model)
-        return share.refusal(tenant, sheddable, time.monotonic()) if share is not None and not self.silent else None
+        full = share.refusal(tenant, sheddable, time.monotonic()) if share is not None else None
+        return full or self._behind()
 
     def check_room(self, model: str, tenant: str, sheddable: bool) -> None:
         """Raises WeftError if a new job is refused here."""
@@ -246,11 +257,14 @@ class SchedulerLink:
         kind = message.WhichOneof("message")
         if self._heard_at or kind == "heartbeat":
             self._heard_at = time.monotonic()
+        if self._unread is not None:
+            self._unread.counted(message.submissions_read, time.monotonic())
         if kind == "hello":
             mesh_ids.check(self._mesh_id, message.hello.mesh_id, "scheduler")
             self._refusals.accepted()
             log.info("scheduler connected", epoch=message.hello.epoch, unanswered=len(self._submissions))
             self._connected = True
+            self._unread = UnreadSubmissions() if message.hello.counts_submissions else None
             self._accepts_reports, self._reported = message.hello.accepts_reports, mesh.GatewayReport()
             if self._unreachable:
                 self.report_unreachable(self._unreachable)
@@ -299,6 +313,8 @@ class SchedulerLink:
             pending.sent = self._put(pending.message())
             if pending.sent:
                 pending.stop_timer()
+                if self._unread is not None:
+                    self._unread.sent(time.monotonic())
         return pending.sent
 
     def _put(self, message: mesh.DispatchRequest) -> bool:
@@ -314,7 +330,7 @@ class SchedulerLink:
     def _disconnected(self) -> None:
         if self._unsent is not None:
             self._unsent.close()
-        self._unsent = None
+        self._unsent = self._unread = None
         self._connected = False
         self._heard_at = 0.0
         for share in self._shares.values():

@@ -1,0 +1,44 @@
+"""The submissions that the scheduler has not read yet, by its own count. Knows counts and times, never jobs.
+
+A queue that is full is refused by the scheduler, or here in its place. But a scheduler that needs longer for a job than
+the next one takes to arrive never fills its queue: the jobs wait in the connection, where nothing bounds them.
+"""
+
+from collections import deque
+
+from services.errors import WeftError, exhausted
+
+SCHEDULER_OVERLOADED = "SCHEDULER_OVERLOADED"
+"""The reason of a refusal."""
+BEHIND_S = 0.25
+"""Time that a submission may wait before the scheduler reads it. Beside busy processes some wait 0.1 s."""
+FEW = 32
+"""Unread submissions that are no overload, however old: a slow network delays them, too."""
+_RETRY_S = 1.0
+
+
+class UnreadSubmissions:
+    """The submissions of one connection to the scheduler. Pure: the clock is an argument, in seconds."""
+
+    def __init__(self) -> None:
+        self._sent_at: deque[float] = deque()
+        """When each unread one was sent, the oldest first."""
+        self._read = 0
+        self._behind = False
+
+    def sent(self, now: float) -> None:
+        """A job is submitted."""
+        self._sent_at.append(now)
+
+    def counted(self, read: int, now: float) -> None:
+        """A message of the scheduler has arrived, which had read so many submissions when it sent it."""
+        while self._read < read and self._sent_at:
+            self._sent_at.popleft()
+            self._read += 1
+        self._behind = len(self._sent_at) >= FEW and now - self._sent_at[0] > BEHIND_S
+
+    def refusal(self) -> WeftError | None:
+        """Why a new job is not submitted: the scheduler is behind; None if it is submitted."""
+        if not self._behind:
+            return None
+        return exhausted(SCHEDULER_OVERLOADED, "the scheduler is behind with new requests", _RETRY_S)
