@@ -20,6 +20,7 @@ from kernels.reference import layers as reference
 from tests.kernels.cases import (
     DTYPES,
     Batch,
+    check_draft_pass,
     check_edits,
     check_gelu,
     check_layer_norm,
@@ -393,6 +394,11 @@ def test_edits_of_slots() -> None:
     check_edits(9, 40, [(0, 30), (5, 1)], 0)
     check_edits(257, 1024, [(17, 1000), (0, 1024), (3, 1), (8, 128)], 200)
     check_edits(257, 1024, [(17, 1000), (0, 1024)], 3, room=1100)
+
+
+def test_ends_of_passes_of_a_draft_model() -> None:
+    for held, wanted in ((1, [3]), (64, [4, 1] * 30), (131, [2, 1, 0, 8] * 25)):
+        check_draft_pass(held, wanted)
 
 
 def test_lists_of_a_step() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, kv_pages, sampling, step_io
+from kernels import attention, draft_pass, kv_pages, sampling, step_io
 from kernels.activation import activate, gelu
 from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.norm import normalize
@@ -262,6 +262,41 @@ def check_padding_tokens(tokens: int, sizes: tuple[int, int, int], block: int) -
     assert got.slot_mapping.tolist() == [-1] * sizes[0]
     assert row_tables.eq(7).all()
     assert got.sample_slots.tolist() == [2] * sizes[2]
+
+
+def check_draft_pass(held: int, wanted: list[int]) -> None:
+    """The end of a pass of a draft model of `held` rows, the last ones padding; the others want these guesses."""
+    count, slots = len(wanted), held + 3
+    owners, contexts = random.sample(range(slots), count), random.sample(range(1, 900), count)
+    at = draft_pass.lists_of(held)
+    words = np.full(at[-1] + 4, 77, np.int32)
+    known = Rows(owners, [1] * count, [1] * count, np.arange(count, dtype=np.int32))
+    assert StepRows(known, contexts).lay_out(words.data, 0, (held, held, held)) == at[0]
+    places = random.sample(range(300), count)
+    for begin, numbers in zip(at, (places, wanted), strict=False):
+        words[begin : begin + held] = [*numbers, *[0] * (held - count)]
+    sent, drawn = torch.from_numpy(words).to(DEVICE), torch.randint(0, 900, (held,), device=DEVICE)
+    last, checked = torch.full((slots + 1,), -5, device=DEVICE), torch.full((300,), -5, device=DEVICE).int()
+    sample_slots = torch.tensor([*owners, *[slots] * (held - count)], device=DEVICE)
+    draft_pass.advance(drawn, sample_slots, last, sent, checked)
+    tables = torch.zeros(slots + 1, 64, dtype=torch.int32, device=DEVICE)
+    following = step_io.step_inputs(sent, held, held, held, tables[:-1])
+    step_io.unpack(sent, last, torch.zeros_like(last), tables, following, 16)
+    guessing = [row for row in range(count) if wanted[row]]
+    expected_last, expected_checked = [-5] * (slots + 1), [-5] * 300
+    for row in guessing:
+        expected_last[owners[row]] = expected_checked[places[row]] = int(drawn[row])
+    assert (last.tolist(), checked.tolist()) == (expected_last, expected_checked)
+    goes_on = [row < count and wanted[row] > 1 for row in range(held)]
+    assert following.contexts.tolist() == [contexts[row] + 1 if on else 0 for row, on in enumerate(goes_on)]
+    assert following.token_ids.tolist() == [int(drawn[row]) if on else 0 for row, on in enumerate(goes_on)]
+    assert following.positions.tolist() == [contexts[row] if on else 0 for row, on in enumerate(goes_on)]
+    assert following.slot_mapping.ge(0).tolist() == goes_on
+    assert following.sample_slots.tolist() == [owners[row] if on else slots for row, on in enumerate(goes_on)]
+    ends = [sent[begin : begin + held].tolist() for begin in at[:2]]
+    assert ends[0][:count] == [place + (row in guessing) for row, place in enumerate(places)]
+    assert ends[1] == [*(max(number - 1, 0) for number in wanted), *[0] * (held - count)]
+    assert sent[at[-1] :].eq(77).all()
 
 
 def check_masks(samples: int, masks: int, vocab: int, words: int, dtype: torch.dtype) -> None:

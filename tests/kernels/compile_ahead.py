@@ -26,6 +26,7 @@ from kernels import (
     activation,
     attention,
     block_copy,
+    draft_pass,
     guesses,
     hidden_states,
     kv_pages,
@@ -87,7 +88,7 @@ WHOLE = 90, torch.bfloat16
 EVERYWHERE = frozenset(
     {
         "accept 1024 0.5", "adapted down 1 16", "adapted gated 64 16", "adapted o 64 16", "adapted qkv 64 16",
-        "add layer norm", "attention 128", "attention capped 256 True", "attention of 9 tokens",
+        "add layer norm", "advance", "attention 128", "attention capped 256 True", "attention of 9 tokens",
         "attention torch.float8_e4m3fn False", "attention torch.int8 False", "columns of ranks 128",
         "dequantize fp8 blocks", "dequantize int4 128", "dequantize int4 64", "dequantize int8", "dequantize nf4",
         "edit", "embed texts", "experts added", "experts added in parts", "experts fp8 600", "experts gated int4 1",
@@ -110,6 +111,7 @@ MODULES = (
     attention,
     short_prefill,
     block_copy,
+    draft_pass,
     guesses,
     hidden_states,
     slot_edits,
@@ -337,6 +339,7 @@ def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
     yield "unpack", partial(step_io.unpack, step, last, last, tables, step_io.step_inputs(step, 9, 2, 2, tables), 16)
     guessed = step_io.step_inputs(step, 8, 2, 8, tables, guesses=True)
     yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16)
+    yield "advance", partial(draft_pass.advance, index(2), index(2), last, step, step)
     yield "keep states", partial(hidden_states.keep, new(9, 4096), index(9), new(32, 3 * 4096), 4096)
     yield "states before", partial(hidden_states.before, guessed, new(32, 3 * 4096), 16)
     yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])

@@ -26,6 +26,7 @@ from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.adapters import GpuAdapters
+from services.worker.runners.cuda.draft_model import GpuDraftModel
 from services.worker.runners.cuda.forward import Computed
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
@@ -113,28 +114,27 @@ def check_guesses() -> None:
 
 
 def check_draft_guesses() -> None:
-    """The draft is the served model itself: its guesses are right, of rows that want one, three and none."""
+    """The draft is the served model itself: its guesses are right, of rows that want one, three and none; behind its
+    last guesses, behind a prompt, and where it has caught up."""
     gpu, cpu = _runners(3, 48, 32, 9, drafts=True)
     begins = [_admit(0, 5), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
     begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
-    sequences = [[7, 9, 9, 30, 41], [8, 3], [5]]
+    sequences, computed = [[7, 9, 9, 30, 41], [8, 3], [5]], [0, 0, 0]
     words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
-    computed = [0, 0, 0]
-    for counts in (None, (3, 1, 0), (2, 3, 1)):
+    for counts in (None, (3, 1, 0), (2, 3, 1), (0, 0, 0), (1, 3, 2), (3, 0, 1)):
         if counts is not None:
-            firsts = [min(done, len(ids) - 2) for done, ids in zip(computed, sequences, strict=True)]
             edits: list[_EditOf] = [
-                (Edit.DRAFT, slot, [max(firsts[slot], 0), *sequences[slot][max(firsts[slot], 0) :]])
+                (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
                 for slot, count in enumerate(counts)
-                if count
+                if count or not any(counts)
             ]
             rows = [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)]
             words = _packed(edits, rows)
         drawn = _compare(gpu, cpu, words).sampled.tokens
         for slot, tokens in enumerate(drawn):
             assert counts is None or len(tokens) == 1 + counts[slot], "a guess of the model itself is right"
-            if counts is not None and counts[slot]:
-                computed[slot] = len(sequences[slot]) + counts[slot] - 1
+            if counts is not None and (counts[slot] or not any(counts)):
+                computed[slot] = len(sequences[slot]) + max(counts[slot] - 1, 0)
             sequences[slot] += tokens
 
 
@@ -292,15 +292,20 @@ def _runners(
         _copy_weights(small, large)
         guessing = gpu.use_draft(small, torch.float32)
         guessing.allocate(blocks)
-        # As graphs hold them: padded.
-        guessing._graphs = {each: partial(guessing._pass, *each) for each in guessing._passes()}
+        _hold_passes(guessing)
         draft = CpuHeads(large, ops, blocks, 16, torch.float32)
     if drafts:
         guessing = gpu.use_draft(fast, torch.float32)
         guessing.allocate(blocks)
         guessing.launch_all()
+        _hold_passes(guessing)
         draft = CpuDraftModel(exact, ops, blocks, 16, torch.float32)
     return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32, draft, host_pages)
+
+
+def _hold_passes(guessing: GpuDraftModel) -> None:
+    """As graphs hold them: padded."""
+    guessing._graphs = {each: partial(guessing._pass, *each) for each in guessing._passes()}
 
 
 def _copy_weights(to: Decoder, of: Decoder) -> None:

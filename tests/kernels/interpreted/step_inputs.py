@@ -1,6 +1,6 @@
 """The inputs of a step: edits of slots, lists of rows and tokens."""
 
-from tests.kernels.cases import check_edits, check_padding_tokens, check_step_lists
+from tests.kernels.cases import check_draft_pass, check_edits, check_padding_tokens, check_step_lists
 
 
 def test_edits_of_slots() -> None:
@@ -20,3 +20,8 @@ def test_lists_of_a_step() -> None:
     ):
         check_step_lists(rows, sizes, 16)
     check_padding_tokens(150, (160, 3, 2), 16)
+
+
+def test_ends_of_passes_of_a_draft_model() -> None:
+    for held, wanted in ((1, [3]), (1, [1]), (5, [0, 2, 1]), (64, [4, 1] * 32), (131, [2, 1, 0, 8] * 25)):
+        check_draft_pass(held, wanted)

@@ -4,17 +4,19 @@ Knows slots and blocks, never jobs. Its keys and values are in a pool of its own
 those of the served model, so the slots' tables and sampling settings serve both. Each guess is written to the words of
 the served model's step on the device.
 
-A pass is a step of rows with a last known token or a guess each; a row of the first pass has some tokens before it,
-too (see `services.worker.speculative.draft_model`). First and later passes are captured for some numbers of rows.
+A pass is a step of rows with a last known token or a guess each; a row of the first pass may have some tokens before
+it, too (see `services.worker.speculative.draft_model`). One captured pass of one token a row serves as first and later
+pass. The words of all passes are sent once: each pass makes those of the next one (see `kernels.draft_pass`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import step_io
+from kernels import draft_pass, step_io
 from kernels.sampling.slot_settings import SlotSettings
 from kernels.slot_edits import HEADER
 from kernels.step_io import StepInputs
@@ -23,7 +25,7 @@ from services.worker.runners.cuda.forward import GpuForward
 from services.worker.runners.cuda.graphs import GUESS_ROWS, MOST_GUESS_TOKENS
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.ops import TritonOps
-from services.worker.runners.cuda.step_words import Sizes, StepRows, empty_step
+from services.worker.runners.cuda.step_words import Sizes, StepRows, empty_step, put
 from services.worker.runners.cuda.upload import NO_EDITS, StepUpload
 from services.worker.runners.step import Rows
 
@@ -33,10 +35,24 @@ _Pass = tuple[int, int]
 """Rows of a pass, and the most tokens of a row: 1 in later passes."""
 
 
+class _Row(NamedTuple):
+    """A row of a first pass."""
+
+    slot: int
+    ids: Sequence[int]
+    """Its last tokens, up to the last known one."""
+    end: int
+    """All its known tokens."""
+    wanted: int
+    """Its guesses."""
+    place: int
+    """The index of the first guess among the tokens of the step that checks it."""
+
+
 class GpuDraftModel:
     """Guesses for rows of a `GpuRunner`. Its passes are launched before the runner's step, in the same stream."""
 
-    lengths: Sequence[int] = (2,)
+    lengths: Sequence[int] = (1, 2)
     """Most tokens of a row in the first passes that are captured; ascending."""
 
     def __init__(
@@ -57,11 +73,9 @@ class GpuDraftModel:
         self.model, self.block_size, self._slots, self._step_tokens = model, block_size, slots, step_tokens
         self.kv = GpuPool(model.config, block_size, stored, device)
         self._target, self._short_tokens = target, ops.short_tokens
-        self._upload = StepUpload(step_io.words_of(step_tokens, slots, slots), tables, settings)
+        words = draft_pass.lists_of(slots)[-1] + step_io.words_of(step_tokens, slots, slots)
+        self._upload = StepUpload(words, tables, settings)
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, settings)
-        self._plans = torch.zeros(2, slots, dtype=torch.int32, device=device)
-        """For each row of a pass: where its next guess goes in `target`, and the guesses that it still wants."""
-        self._staged = torch.zeros(2, slots, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._graphs: dict[_Pass, Callable[[], None]] = {}
 
     # ---- start-up ----
@@ -96,7 +110,7 @@ class GpuDraftModel:
         """The passes that are captured, those with the most tokens first."""
         most = min(MOST_GUESS_TOKENS, self._step_tokens)
         held = {min(rows, self._slots) for rows in GUESS_ROWS}
-        found = [(rows, longest) for rows in held for longest in (1, *self.lengths) if rows * longest <= most]
+        found = [(rows, longest) for rows in held for longest in {1, *self.lengths} if rows * longest <= most]
         return sorted(found, key=lambda each: (each[0] * each[1], each), reverse=True)
 
     def _warm_up_catch_ups(self) -> None:
@@ -108,7 +122,7 @@ class GpuDraftModel:
             self.forward.compute(sizes, sizes[0] - 1, self._first_features)
 
     def _begin_empty(self, rows: int, longest: int) -> None:
-        self._send([], [], [], rows, longest)
+        self._send([], rows, longest)
         self._settle()
 
     def _settle(self) -> None:
@@ -123,27 +137,25 @@ class GpuDraftModel:
 
         places: for each slot with guesses, the index of its first guess among the step's tokens.
         """
-        guessing = [slot for slot in pending if wanted.get(slot)]
+        guessing = {slot: known for slot, known in pending.items() if wanted.get(slot)}
         most = max((longest for rows, longest in self._graphs if rows >= len(guessing)), default=self.lengths[-1])
         late = {}
         for slot, (first, ids) in pending.items():
-            before = ids[:-most] if wanted.get(slot) else ids
+            before = ids[:-most] if slot in guessing else ids
             if before:
                 late[slot] = first, before
         if late:
             self._catch_up(late)
         if not guessing:
             return
-        last = [list(pending[slot][1][-most:]) for slot in guessing]
-        ends = [pending[slot][0] + len(pending[slot][1]) for slot in guessing]
-        counts = [wanted[slot] for slot in guessing]
-        rows, longest = self._held(len(guessing), max(map(len, last)))
-        self._put_plans(counts, [places[slot] for slot in guessing], rows)
-        self._send(guessing, last, ends, rows, longest)
+        found = [
+            _Row(slot, ids[-most:], first + len(ids), wanted[slot], places[slot])
+            for slot, (first, ids) in guessing.items()
+        ]
+        rows, longest = self._held(len(found), max(len(row.ids) for row in found))
+        self._send(found, rows, longest)
         self._run(rows, longest)
-        if max(counts) > 1:
-            self._send(guessing, [[-1]] * len(guessing), [end + 1 for end in ends], rows, 1)
-        for _ in range(max(counts) - 1):
+        for _ in range(max(row.wanted for row in found) - 1):
             self._run(rows, 1)
 
     def _catch_up(self, pending: Mapping[int, Pending]) -> None:
@@ -180,41 +192,39 @@ class GpuDraftModel:
 
     def _pass(self, rows: int, longest: int) -> None:
         """One guess of each row that still wants one, and the words of the next pass."""
-        first = longest > 1
-        features = self._first_features if first else self._next_features
-        guesses, x = self.forward.guess((rows * longest, rows, rows), longest, features)
+        words = self._upload.words
+        if longest == 1:
+            drawn, slots, x = self.forward.guess(words, rows, 1, self._next_features)
+        else:
+            own = words[draft_pass.lists_of(rows)[-1] :]
+            drawn, slots, x = self.forward.guess(own, rows, longest, self._first_features)
         self._drew_from(x)
-        target, wanted = self._plans[:, :rows]
-        # A row that wants no more writes its guess to the word behind those of the largest step.
-        aim = torch.where(wanted > 0, target, len(self._target) - 1)
-        self._target.index_copy_(0, aim.long(), guesses.int())
-        target += 1
-        wanted -= 1
-        if first:
-            return
-        _, _, contexts, owners, chosen, _ = step_io.places_of(rows, rows, rows)
-        words, done = self._upload.words, wanted <= 0
-        words[contexts : contexts + rows] += 1
-        words[contexts : contexts + rows].masked_fill_(done, 0)
-        words[owners : owners + rows].masked_fill_(done, -1)
-        words[chosen : chosen + rows].masked_fill_(done, -1)
+        draft_pass.advance(drawn, slots, self.forward.last_token, words, self._target)
 
-    def _put_plans(self, counts: list[int], places: list[int], rows: int) -> None:
-        """Send the plan. No earlier copy from the staging buffer is under way: a step with guesses is alone in flight,
-        and is collected before the next one."""
-        missing = [0] * (rows - len(counts))
-        plan = torch.tensor([places + missing, counts + missing], dtype=torch.int32)
-        self._staged[:, :rows] = plan
-        self._plans[:, :rows].copy_(self._staged[:, :rows], non_blocking=True)
-
-    def _send(self, slots: list[int], ids: list[list[int]], ends: list[int], rows: int, longest: int) -> None:
-        """Send the words of a pass, padded to `rows` rows."""
-        lengths = [len(tokens) for tokens in ids]
-        flat = np.array([token for tokens in ids for token in tokens], np.int32)
-        self._send_rows(StepRows(Rows(slots, lengths, [1] * len(slots), flat), ends), (rows * longest, rows, rows))
+    def _send(self, found: list[_Row], rows: int, longest: int) -> None:
+        """Send the words of a pass of one token a row, padded to `rows` rows, and behind them those of a first pass of
+        more tokens a row."""
+        number, buffer = self._upload.begin()
+        words, missing = self._upload.staging_buffers[buffer], [0] * (rows - len(found))
+        _last_tokens(found, 1).lay_out(words, HEADER, (rows, rows, rows))
+        places, wanted, end = (HEADER + at for at in draft_pass.lists_of(rows))
+        put(words, places, [*(row.place for row in found), *missing])
+        put(words, wanted, [*(row.wanted for row in found), *missing])
+        if longest > 1:
+            end = _last_tokens(found, longest).lay_out(words, end, (rows * longest, rows, rows))
+        self._upload.send(buffer, end, NO_EDITS)
+        self._upload.landed(number)  # At most two are sent for a step, and there are four buffers.
 
     def _send_rows(self, rows: StepRows, sizes: Sizes) -> None:
         number, buffer = self._upload.begin()
         end = rows.lay_out(self._upload.staging_buffers[buffer], HEADER, sizes)
         self._upload.send(buffer, end, NO_EDITS)
-        self._upload.landed(number)  # At most three passes are sent for a step, and there are four buffers.
+        self._upload.landed(number)
+
+
+def _last_tokens(found: list[_Row], most: int) -> StepRows:
+    """The last tokens of each row, `most` at most; one guess is drawn after them."""
+    ids = [row.ids[-most:] for row in found]
+    flat = np.array([token for tokens in ids for token in tokens], np.int32)
+    rows = Rows([row.slot for row in found], [*map(len, ids)], [1] * len(found), flat)
+    return StepRows(rows, [row.end for row in found])

@@ -49,6 +49,7 @@ class GpuForward:
         self.last_token = torch.zeros(len(tables), dtype=torch.int64, device=tables.device)
         """int64 [slots + 1]: the token that each slot drew last."""
         self._row_tables = torch.zeros_like(tables[:-1])
+        self._no_guesses = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
         self.forced_acceptance: float | None = None
         """For measurements: guesses count as right with this chance, whatever is drawn."""
 
@@ -120,22 +121,20 @@ class GpuForward:
         return Computed(logits, drawn, report)
 
     @torch.inference_mode()
-    def guess(self, sizes: Sizes, longest: int, features: Features) -> tuple[Tensor, Tensor]:
-        """Draw after each row of up to `longest` tokens, for a draft model. -> the tokens, int64 [S], which become the
-        last ones of their slots, and the residual stream [S, width] that they are drawn from. The histories of
-        penalties stay as they are."""
+    def guess(self, words: Tensor, rows: int, longest: int, features: Features) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw after each row of up to `longest` tokens, for a draft model, in a step with these words. -> the tokens
+        and their slots, int64 [R], and the residual stream [R, width] that they are drawn from. The slots' last tokens
+        and the histories of penalties stay as they are."""
         model, settings = self._model, self._settings
-        inputs = step_io.step_inputs(self._words, *sizes, self._row_tables)
-        step_io.unpack(self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
-        step = self.step_of(inputs, 0, inputs.sampled, Kind.GUESSES, longest)
+        inputs = step_io.step_inputs(words, rows * longest, rows, rows, self._row_tables)
+        step_io.unpack(words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
+        step = self.step_of(inputs, 0, inputs.sampled if longest > 1 else None, Kind.GUESSES, longest)
         x, _ = model.forward(replace(step, features=features(inputs)), self._pool.layers)
-        none = torch.zeros(sizes[2], dtype=torch.int32, device=self._words.device)
         drawn = sampling.sample(
             model.logits(x), settings, inputs.sample_slots, inputs.sample_positions, guesses=inputs.sample_slots,
-            places=none,
+            places=self._no_guesses[:rows],
         )  # fmt: skip
-        self.last_token.index_copy_(0, inputs.sample_slots, drawn.tokens)
-        return drawn.tokens, x
+        return drawn.tokens, inputs.sample_slots, x
 
     @torch.inference_mode()
     def compute(self, sizes: Sizes, long_tokens: int, features: Features) -> None:
