@@ -656,6 +656,26 @@ def test_a_draft_that_catches_up_guesses_with_two_steps_in_flight(
     assert guesses.accepted == guesses.drafted >= 80
 
 
+@pytest.mark.parametrize(
+    ("right", "recomputed"),
+    [((0,), [1]), ((2, 1), [1, 1]), ((3,), [2]), ((0, 3, 1), [2, 2, 2]), ((1, None), [1, 9]), ((3, None), [2, 9])],
+)
+def test_a_draft_computes_what_the_longest_steady_row_lacks(
+    right: tuple[int | None, ...], recomputed: list[int]
+) -> None:
+    """Of three guesses of each row so many were right; None: the row was not guessed before."""
+    progress, sequences = draft_model.DraftProgress(4, 512), []
+    for key, count in enumerate(right):
+        planned = Planned(job(key, prompt_of(9, key), max_tokens=20), key, 4, 64, b"")
+        if count is not None:
+            progress.drawn(planned, 3, count)
+            planned.tokens += [7] * (count + 1)
+        sequences.append(planned)
+    found = progress.before_guesses(sequences)
+    assert [(each.sequence, each.end) for each in found] == [(each, len(each.tokens)) for each in sequences]
+    assert [each.end - each.first for each in found] == recomputed
+
+
 @pytest.mark.parametrize("depth", [4, None])
 def test_an_answer_is_guessed_again_after_searches_in_vain(depth: int | None, engine: EngineMaker) -> None:
     """With two steps in flight, too, the pause after a search without a result ends."""

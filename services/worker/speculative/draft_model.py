@@ -4,15 +4,16 @@ The draft model's keys and values are in blocks of the same numbers as the seque
 is first guessed and then as far as it got; a sequence that is never guessed costs nothing.
 """
 
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from services.worker.planner.sequence import Sequence
 
 CATCH_UP_TOKENS = 512
 """Tokens that the draft model computes in a step before its guesses, of all sequences together."""
-_RECOMPUTED = 2
-"""Last tokens that are computed in any case: after a row whose guesses were all right two are missing, and rows of
-equal length are faster than ragged ones."""
+_STEADY = 2
+"""Tokens of a row that are missing at most after a step with guesses: two after one whose guesses were all right. Such
+rows compute equally many tokens, because rows of equal length are faster than ragged ones."""
 
 
 class CatchUp(NamedTuple):
@@ -76,11 +77,13 @@ class DraftProgress:
         self._advance(sequence, progress, end)
         return CatchUp(sequence, first, end)
 
-    def before_guesses(self, sequence: Sequence) -> CatchUp:
-        """What is to be computed for guesses after the sequence's last token."""
-        end = len(sequence.tokens)
-        first = max(min(self._progress(sequence).computed, end - _RECOMPUTED), 0)
-        return CatchUp(sequence, first, end)
+    def before_guesses(self, sequences: Many[Sequence]) -> list[CatchUp]:
+        """What is to be computed for guesses after the last tokens of these sequences, of all that a step guesses."""
+        missing = [max(self.missing(sequence), 1) for sequence in sequences]
+        steady = max((count for count in missing if count <= _STEADY), default=0)
+        ends = [len(sequence.tokens) for sequence in sequences]
+        firsts = [max(end - max(count, steady), 0) for end, count in zip(ends, missing, strict=True)]
+        return [*map(CatchUp, sequences, firsts, ends)]
 
     def drawn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Of the guesses after the tokens of the sequence, `accepted` were right. The last one is not computed here."""

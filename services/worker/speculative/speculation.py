@@ -126,7 +126,7 @@ class Speculation:
         """What the runner's draft model is to compute in the step with these rows."""
         if self._draft_model is None:
             return []
-        guessed = [self._draft_model.before_guesses(row.sequence) for row in rows if row.guesses]
+        guessed = self._draft_model.before_guesses([row.sequence for row in rows if row.guesses])
         late = [each for each in guessed if each.end - each.first > _STEADY_TOKENS]
         self._caught_up = sum(each.end - each.first for each in late + self._behind)
         return guessed + [each for each in self._behind if each.sequence.slot is not None]
