@@ -125,7 +125,9 @@ class EngineOptions(BaseModel):
         None, ge=1, le=8, description="Guesses for each answer and step; absent: chosen by what is measured, down to 0."
     )
     draft_quantize: Literal["int8", "int4", "fp8", "nf4"] | None = Field(
-        None, description="Round the draft model's weights as they come in; absent: serve them as they are."
+        None,
+        description="Round the draft model's weights as they come in, its head included, or a copy of the embedding "
+        "where this is the head: the head to int8 on a CPU and with nf4. Absent: serve them as they are.",
     )
     adapter_slots: int | None = Field(
         None,

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from bench.speculation import equality
+from kernels.quantized_cpu import Int8Product
+from services.worker.build.assemble import open_source
+from services.worker.build.drafting.draft import draft_head
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.job import EndReason, Job
+from services.worker.loader import quantized
 from services.worker.options import EngineOptions, MemoryPlan
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Planner
@@ -639,6 +643,61 @@ def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint: Callable[[
         cost = answer.ended.cost
         assert cost.accepted_tokens == cost.drafted_tokens > 0
         assert cost.steps == 1 + -(-(TOKENS - 1) // 5)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_the_head_of_a_rounded_draft_is_rounded(
+    kind: str, shape: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is the embedding, which stays as it is. Its rows are rounded by themselves; answers are equal."""
+    folder, x, logits = checkpoint(shape), torch.randn(5, 64), []
+    plain = decoder_of(open_engine(folder, kv_blocks=256))
+    jobs = [job(key, prompt_of(30, key), max_tokens=TOKENS) for key in range(4)]
+    wanted = {key: answer.tokens for key, answer in run(open_engine(folder, kv_blocks=256, **STRICT), *jobs).items()}
+    for rows in (quantized._HEAD_ROWS, 37):
+        monkeypatch.setattr(quantized, "_HEAD_ROWS", rows)
+        settings = {"speculate": f"draft:{folder}", "speculate_depth": 4, "draft_quantize": kind}
+        engine = open_engine(folder, kv_blocks=256, **STRICT, **settings)
+        assert isinstance(engine.runner, CpuRunner)
+        assert engine.runner.draft is not None
+        draft = engine.runner.draft.model
+        assert isinstance(draft.head.weight, Int8Product)
+        assert torch.equal(draft.embedding, plain.model.embedding)
+        logits.append(draft.logits(x))
+        assert {key: answer.tokens for key, answer in run(engine, *jobs).items()} == wanted
+        assert engine.stats().guesses.accepted > 0
+    assert torch.equal(*logits)
+    error = (logits[0] - plain.model.logits(x)).abs().mean() / logits[0].abs().mean()
+    assert 1e-4 < float(error) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("settings", "width", "head"),
+    [
+        ({"engine": "gpu"}, 2048, None),
+        ({"engine": "gpu", "draft_quantize": "int4"}, 2048, "int4"),
+        ({"engine": "gpu", "draft_quantize": "int4"}, 2880, "int8"),
+        ({"engine": "gpu", "draft_quantize": "fp8"}, 2880, "fp8"),
+        ({"engine": "gpu", "draft_quantize": "nf4"}, 2048, "int8"),
+        ({"engine": "gpu", "draft_quantize": "int4", "dtype": "float32"}, 2048, None),
+        ({"engine": "gpu", "draft_quantize": "int4", "deterministic": True}, 2048, None),
+        ({"engine": "torch", "draft_quantize": "int4", "deterministic": True}, 2048, "int8"),
+        ({"engine": "torch"}, 2048, None),
+    ],
+)
+def test_the_format_of_a_drafts_head(settings: dict[str, Any], width: int, head: str | None) -> None:
+    assert draft_head(EngineOptions(**settings), width) == head
+
+
+def test_the_memory_of_a_rounded_copy_of_the_embedding_is_planned(checkpoint: Callable[[str], Path]) -> None:
+    for shape, nbytes in (("qwen2", VOCAB * 64), ("llama", 0)):
+        source = open_source(checkpoint(shape), EngineOptions())
+        plain, int8, int4 = (
+            replace(source, head=head).expected_bytes(torch.float32, "cpu") for head in (None, "int8", "int4")
+        )
+        assert int8 - plain == nbytes
+        assert nbytes // 2 <= int4 - plain <= 0.54 * nbytes
 
 
 def test_a_draft_that_catches_up_guesses_with_two_steps_in_flight(

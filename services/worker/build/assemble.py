@@ -14,7 +14,7 @@ from kernels import kv_pages
 from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
 from services.worker.build.adapters import PreparedPages
-from services.worker.build.drafting.draft import draft_options, locate_draft
+from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
 from services.worker.build.drafting.heads import load_heads, locate_heads
 from services.worker.errors import CheckpointError
 from services.worker.kvcache.shared_memory import SharedMemory
@@ -24,7 +24,13 @@ from services.worker.loader.family_tensors import open_family
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, pack_weights, randomize
-from services.worker.loader.quantized import expected_bytes, load_quantized, randomize_quantized, round_head
+from services.worker.loader.quantized import (
+    copied_head_bytes,
+    expected_bytes,
+    load_quantized,
+    randomize_quantized,
+    round_head,
+)
 from services.worker.loader.tensors import Checkpoint
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.models.decoder import Decoder
@@ -82,6 +88,7 @@ def assemble(
     config, draft = source.config, None
     if options.draft:
         draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
+        draft = replace(draft, head=draft_head(options, draft.config.hidden_size))
     heads = locate_heads(options, config, source.checkpoint) if options.heads else None
     progress("checkpoint", 1, 1)
     if options.quantize_head and (options.on_gpu or options.tensor_parallel * options.pipeline_parallel > 1):
@@ -114,6 +121,8 @@ class WeightSource:
     """Reads the weights of linear layers; None: they are plain."""
     quantization: Mapping[str, Any] | None
     """The quantization_config of config.json."""
+    head: str | None = None
+    """The format that a plain head is rounded to; None: it stays as it is."""
 
     @property
     def parameters(self) -> int:
@@ -124,9 +133,10 @@ class WeightSource:
 
     def expected_bytes(self, dtype: torch.dtype, device: str) -> int:
         """About the bytes that the weights will take."""
+        copied = copied_head_bytes(self.config, self.head) if self.head else 0
         if self.reader is None:
-            return self.parameters * dtype.itemsize
-        return expected_bytes(self.config, self.checkpoint, self.reader, dtype, device)
+            return copied + self.parameters * dtype.itemsize
+        return copied + expected_bytes(self.config, self.checkpoint, self.reader, dtype, device)
 
     def load(
         self,
@@ -156,8 +166,8 @@ class WeightSource:
             model.add_norm_offset()
         if self.checkpoint and stored_dtype(self.config, options) == kv_pages.FP8:
             load_kv_scales(model.layers, self.checkpoint)
-        if options.quantize_head:
-            round_head(model)
+        if self.head:
+            round_head(model, self.head)
         if device == "cpu":
             pack_weights(model)
         return model
@@ -170,7 +180,7 @@ def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
     checkpoint = None
     if not presets.is_random(model_dir):
         checkpoint = open_family(model_dir, config)
-    return WeightSource(config, checkpoint, reader, settings.quantization)
+    return WeightSource(config, checkpoint, reader, settings.quantization, options.quantize_head)
 
 
 def _threads_for(weights: int) -> int:
@@ -189,8 +199,6 @@ def _on_cpu(
 ) -> EngineParts:
     dtype, stored = dtype_of(options), stored_dtype(config, options)
     weights, block_bytes = source.expected_bytes(dtype, "cpu"), bytes_of_block(config, options, stored)
-    if options.quantize_head and config.tied_embeddings:
-        weights += config.vocab_size * config.hidden_size
     if draft is not None:
         weights += draft.expected_bytes(dtype, "cpu")
         block_bytes += bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))

@@ -23,6 +23,8 @@ from services.worker.models.weighted import WeightedModel
 from services.worker.options import Progress
 
 _GPU_THREADS = 4
+_HEAD_ROWS = 1 << 14
+"""Rows of a head that are rounded at a time: temporaries take several times their memory."""
 _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
 
 
@@ -45,12 +47,18 @@ def load_quantized(model: WeightedModel, checkpoint: Checkpoint, reader: WeightR
         _check_all_taken(tensors, model)
 
 
-def round_head(model: Decoder) -> None:
-    """Round a plain head to int8. If the head is the embedding, a copy is rounded: tokens are looked up in the plain
-    one."""
+def round_head(model: Decoder, kind: str) -> None:
+    """Round a plain head, some of its rows at a time. If the head is the embedding, a copy is rounded: tokens are
+    looked up in the plain one. kind: one of `quantized_weights.QUANTIZERS` that rounds each row by itself."""
     weight = model.head.weight
     if isinstance(weight, Tensor):
-        model.head.set_weight(quantized_weights.quantize_int8(weight))
+        parts = [quantized_weights.QUANTIZERS[kind](part) for part in torch.split(weight, _HEAD_ROWS)]
+        model.head.set_weight(quantized_weights.concat(parts))
+
+
+def copied_head_bytes(config: ModelConfig, kind: str) -> int:
+    """Bytes that a rounded head takes beside a plain embedding that is the head."""
+    return int(config.vocab_size * config.hidden_size * _BITS[kind] / 8) if config.tied_embeddings else 0
 
 
 def _transposed_weights(model: WeightedModel, checkpoint: Checkpoint) -> set[str]:

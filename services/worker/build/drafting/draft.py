@@ -10,6 +10,8 @@ from services.worker.loader.config import load_config
 from services.worker.models.config import ModelConfig
 from services.worker.options import EngineOptions
 
+_INT4_INPUTS = 128
+"""Inputs that share a scale of int4 where the kernels for few rows read it fastest."""
 _TOKENIZER = "tokenizer.json"
 
 
@@ -23,6 +25,17 @@ def draft_options(options: EngineOptions) -> EngineOptions:
         "kv_scales": "checkpoint",
     }
     return options.model_copy(update=changed)
+
+
+def draft_head(options: EngineOptions, width: int) -> str | None:
+    """The format that the head of a draft model of this width is rounded to, one in which products read it as it is:
+    guesses need not be exact, and the head may be half of what each of them reads. None: it stays as it is."""
+    kind = options.draft_quantize
+    if kind is None or not options.on_gpu:
+        return kind and "int8"
+    if options.deterministic or options.numerics.dtype == "float32":
+        return None
+    return kind if kind in ("int8", "fp8") or (kind == "int4" and width % _INT4_INPUTS == 0) else "int8"
 
 
 def locate_draft(options: EngineOptions, served_dir: Path, served: ModelConfig) -> Path:
