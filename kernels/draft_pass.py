@@ -1,10 +1,10 @@
-"""Ends a pass of a draft model: its guesses become the next tokens of their rows, in the step that checks them and in
-the words of the next pass. Knows rows and slots, no model.
+"""Ends a pass of a draft model: its guesses go to the table that the step which checks them reads, and the words become
+those of the next pass. Knows rows and slots, no model.
 
 The words of a pass, int32: those of a step of R rows of one token each, as `kernels.step_io` defines them; then two
 lists of R, each at a multiple of four words:
 
-    places    where the row's next guess goes in the words of the step that checks it
+    places    where the row's next guess goes in the table
     wanted    guesses that the row still wants
 """
 
@@ -26,7 +26,7 @@ def advance_kernel(
     slots,  # int64 [R]
     last_token,  # int64 [slots] out
     words,  # int32, as above; out
-    checked,  # int32 out: the words of the step that checks the guesses
+    guesses,  # int32 out: the table
     R,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def advance_kernel(
     guessed, goes_on = left > 0, left > 1
     token = tl.load(drawn + rows, mask=guessed, other=0)
     place = tl.load(places, mask=guessed, other=0)
-    tl.store(checked + place, token.to(tl.int32), mask=guessed)
+    tl.store(guesses + place, token.to(tl.int32), mask=guessed)
     tl.store(last_token + tl.load(slots + rows, mask=guessed, other=0), token, mask=guessed)
     tl.store(places, place + 1, mask=guessed)
     tl.store(wanted, left - 1, mask=guessed)
@@ -53,12 +53,12 @@ def advance_kernel(
     tl.store(chosen, -1, mask=inside & ~goes_on)
 
 
-def advance(drawn: Tensor, slots: Tensor, last_token: Tensor, words: Tensor, checked: Tensor) -> None:
-    """Put the tokens drawn, int64 [R], to their places in `checked` and to last_token[slots], and make `words` those of
-    the next pass, which reads the last token of each slot."""
+def advance(drawn: Tensor, slots: Tensor, last_token: Tensor, words: Tensor, guesses: Tensor) -> None:
+    """Put the tokens drawn, int64 [R], to their places in the table, int32, and to last_token[slots], and make `words`
+    those of the next pass, which reads the last token of each slot."""
     rows = len(drawn)
     advance_kernel[(triton.cdiv(rows, _BLOCK),)](
-        drawn, slots, last_token, words, checked, rows, BLOCK=_BLOCK, num_warps=2, **launch_options(words.device)
+        drawn, slots, last_token, words, guesses, rows, BLOCK=_BLOCK, num_warps=2, **launch_options(words.device)
     )
 
 

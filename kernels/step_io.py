@@ -6,12 +6,13 @@ their slots. Knows slots, positions and block tables, never sequences.
 A packed step is int32 words in three sections. The host may pad it to fixed T, R and S: with tokens after the last
 row's, rows without tokens and context, and samples of row -1, which use the last slot (no sequence has it).
 
-    tokens    T ids (-1: the last token of its row's slot)
+    tokens    T ids (-1: the last token of its row's slot; -2: in a step with guesses, the slot's own guess)
     rows      R + 1 starts, R contexts, R slots (-1: its tokens are not stored in the KV pool, and have position 0)
     samples   S rows that sample (-1: none; -2 - row: the row's logits are drawn from later, now for the last slot)
 
 In a step with guesses all tokens are sampled from, T = S, and a sample is its row + GUESS_PLACE times the number of the
-row's tokens after it.
+row's tokens after it. The own guesses of a slot, those of a draft model, are in a table on the device: the words may be
+sent before the guesses are made.
 
 Every list begins at a multiple of four words, so that all pointers have one alignment and one compiled kernel serves.
 """
@@ -42,8 +43,9 @@ def unpack_kernel(
     row_tables,  # int32 [R, row_blocks] out: the part in use
     sampled, sample_slots, sample_positions,  # int64 [S] out
     places,  # int32 [S] out, or None: guesses of its row before each sample
+    own_guesses,  # int32 [slots, MOST] or None
     T, R, S, B, row_blocks, nobody,
-    P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 to R - 1 copy one row's block table each, the others unpack BLOCK tokens or samples each."""
     wait(PDL)
@@ -73,6 +75,10 @@ def unpack_kernel(
         placed = slot >= 0
         position = tl.where(placed, tl.load(contexts + row, mask=known, other=0) - end + here, 0)
         last = tl.load(last_token + slot, mask=placed & (id < 0), other=0)
+        if own_guesses is not None:
+            own = placed & (id == -2)
+            guess = here - 1 - tl.load(starts + row, mask=own, other=0)
+            last = tl.where(own, tl.load(own_guesses + slot * MOST + guess, mask=own, other=0).to(tl.int64), last)
         tl.store(token_ids + here, tl.where(id < 0, last, id.to(tl.int64)), mask=inside)
         tl.store(positions + here, position.to(tl.int64), mask=inside)
         block = tl.load(tables + slot * B + position // P, mask=placed, other=0).to(tl.int64)
@@ -201,16 +207,18 @@ def step_inputs(
 
 
 def unpack(
-    words: Tensor, last_token: Tensor, prompt_lens: Tensor, tables: Tensor, into: StepInputs, block_size: int
-) -> None:
+    words: Tensor, last_token: Tensor, prompt_lens: Tensor, tables: Tensor, into: StepInputs, block_size: int,
+    own_guesses: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill a step's inputs from its words and the slots. last_token, prompt_lens int64 [slots], tables int32 [slots,
-    B]."""
+    B]; own_guesses int32 [slots, most of a slot], of a step with guesses."""
     tokens, rows, samples = len(into.token_ids), len(into.contexts), len(into.sampled)
     block = 128
     unpack_kernel[(rows + triton.cdiv(max(tokens, samples), block),)](
         words, last_token, prompt_lens, tables, into.token_ids, into.positions, into.slot_mapping, into.tables,
-        into.sampled, into.sample_slots, into.sample_positions, into.places, tokens, rows, samples, tables.shape[1],
-        into.tables.shape[1], len(tables) - 1, P=block_size, BLOCK=block, ROWS=64, num_warps=4,
+        into.sampled, into.sample_slots, into.sample_positions, into.places, own_guesses, tokens, rows, samples,
+        tables.shape[1], into.tables.shape[1], len(tables) - 1,
+        MOST=0 if own_guesses is None else own_guesses.shape[1], P=block_size, BLOCK=block, ROWS=64, num_warps=4,
         **launch_options(words.device),
     )  # fmt: skip
 

@@ -276,17 +276,17 @@ def check_draft_pass(held: int, wanted: list[int]) -> None:
     for begin, numbers in zip(at, (places, wanted), strict=False):
         words[begin : begin + held] = [*numbers, *[0] * (held - count)]
     sent, drawn = torch.from_numpy(words).to(DEVICE), torch.randint(0, 900, (held,), device=DEVICE)
-    last, checked = torch.full((slots + 1,), -5, device=DEVICE), torch.full((300,), -5, device=DEVICE).int()
+    last, guesses = torch.full((slots + 1,), -5, device=DEVICE), torch.full((300,), -5, device=DEVICE).int()
     sample_slots = torch.tensor([*owners, *[slots] * (held - count)], device=DEVICE)
-    draft_pass.advance(drawn, sample_slots, last, sent, checked)
+    draft_pass.advance(drawn, sample_slots, last, sent, guesses)
     tables = torch.zeros(slots + 1, 64, dtype=torch.int32, device=DEVICE)
     following = step_io.step_inputs(sent, held, held, held, tables[:-1])
     step_io.unpack(sent, last, torch.zeros_like(last), tables, following, 16)
     guessing = [row for row in range(count) if wanted[row]]
-    expected_last, expected_checked = [-5] * (slots + 1), [-5] * 300
+    expected_last, expected_guesses = [-5] * (slots + 1), [-5] * 300
     for row in guessing:
-        expected_last[owners[row]] = expected_checked[places[row]] = int(drawn[row])
-    assert (last.tolist(), checked.tolist()) == (expected_last, expected_checked)
+        expected_last[owners[row]] = expected_guesses[places[row]] = int(drawn[row])
+    assert (last.tolist(), guesses.tolist()) == (expected_last, expected_guesses)
     goes_on = [row < count and wanted[row] > 1 for row in range(held)]
     assert following.contexts.tolist() == [contexts[row] + 1 if on else 0 for row, on in enumerate(goes_on)]
     assert following.token_ids.tolist() == [int(drawn[row]) if on else 0 for row, on in enumerate(goes_on)]

@@ -161,8 +161,7 @@ def check_heads_guesses() -> None:
         guesses = _recorded_guesses(other)
         for slot, tokens in enumerate(_compare(gpu, cpu, words).sampled.tokens):
             if counts is not None and counts[slot]:
-                start = sum(counts[:slot]) + slot + 1
-                found = gpu._upload.words[start : start + counts[slot]].tolist()
+                found = gpu.forward.own_guesses[slot, : counts[slot]].tolist()
                 assert found == guesses[slot]
                 guessed += found
                 computed[slot] = len(sequences[slot])

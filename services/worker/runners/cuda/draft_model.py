@@ -1,8 +1,8 @@
 """A small model beside the served one that guesses tokens, on a GPU: all guesses of a step before the host looks again.
 
 Knows slots and blocks, never jobs. Its keys and values are in a pool of its own, under the same numbers of blocks as
-those of the served model, so the slots' tables and sampling settings serve both. Each guess is written to the words of
-the served model's step on the device.
+those of the served model, so the slots' tables and sampling settings serve both. Its guesses stay in a table on the
+device, where the served model's step reads them.
 
 A pass is a step of rows with a last known token or a guess each; a row of the first pass may have some tokens before
 it, too (see `services.worker.speculative.draft_model`). One captured pass of one token a row serves as first and later
@@ -45,8 +45,6 @@ class _Row(NamedTuple):
     """All its known tokens."""
     wanted: int
     """Its guesses."""
-    place: int
-    """The index of the first guess among the tokens of the step that checks it."""
 
 
 class GpuDraftModel:
@@ -65,14 +63,14 @@ class GpuDraftModel:
         stored: torch.dtype,
         tables: Tensor,
         settings: SlotSettings,
-        target: Tensor,
+        guesses: Tensor,
     ) -> None:
-        """tables int32 [slots + 1, B] and the settings are the runner's; target int32: the words of its steps on the
-        device. The caller calls `allocate`."""
+        """tables int32 [slots + 1, B] and the settings are the runner's; guesses int32 [slots + 1, most]: the table in
+        which its steps read own guesses. The caller calls `allocate`."""
         device = model.embedding.device
         self.model, self.block_size, self._slots, self._step_tokens = model, block_size, slots, step_tokens
         self.kv = GpuPool(model.config, block_size, stored, device)
-        self._target, self._short_tokens = target, ops.short_tokens
+        self._guesses, self._short_tokens = guesses, ops.short_tokens
         words = draft_pass.lists_of(slots)[-1] + step_io.words_of(step_tokens, slots, slots)
         self._upload = StepUpload(words, tables, settings)
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, settings)
@@ -126,17 +124,14 @@ class GpuDraftModel:
         self._settle()
 
     def _settle(self) -> None:
-        if self._target.is_cuda:
+        if self._guesses.is_cuda:
             torch.cuda.synchronize()
 
     # ---- guesses ----
 
     @torch.inference_mode()
-    def launch(self, pending: Mapping[int, Pending], wanted: Mapping[int, int], places: Mapping[int, int]) -> None:
-        """Compute the pending tokens, then the wanted guesses of each slot, and put these into the words of the step.
-
-        places: for each slot with guesses, the index of its first guess among the step's tokens.
-        """
+    def launch(self, pending: Mapping[int, Pending], wanted: Mapping[int, int]) -> None:
+        """Compute the pending tokens, then the wanted guesses of each slot, which go to the table."""
         guessing = {slot: known for slot, known in pending.items() if wanted.get(slot)}
         most = max((longest for rows, longest in self._graphs if rows >= len(guessing)), default=self.lengths[-1])
         late = {}
@@ -148,10 +143,7 @@ class GpuDraftModel:
             self._catch_up(late)
         if not guessing:
             return
-        found = [
-            _Row(slot, ids[-most:], first + len(ids), wanted[slot], places[slot])
-            for slot, (first, ids) in guessing.items()
-        ]
+        found = [_Row(slot, ids[-most:], first + len(ids), wanted[slot]) for slot, (first, ids) in guessing.items()]
         rows, longest = self._held(len(found), max(len(row.ids) for row in found))
         self._send(found, rows, longest)
         self._run(rows, longest)
@@ -199,7 +191,7 @@ class GpuDraftModel:
             own = words[draft_pass.lists_of(rows)[-1] :]
             drawn, slots, x = self.forward.guess(own, rows, longest, self._first_features)
         self._drew_from(x)
-        draft_pass.advance(drawn, slots, self.forward.last_token, words, self._target)
+        draft_pass.advance(drawn, slots, self.forward.last_token, words, self._guesses)
 
     def _send(self, found: list[_Row], rows: int, longest: int) -> None:
         """Send the words of a pass of one token a row, padded to `rows` rows, and behind them those of a first pass of
@@ -208,7 +200,7 @@ class GpuDraftModel:
         words, missing = self._upload.staging_buffers[buffer], [0] * (rows - len(found))
         _last_tokens(found, 1).lay_out(words, HEADER, (rows, rows, rows))
         places, wanted, end = (HEADER + at for at in draft_pass.lists_of(rows))
-        put(words, places, [*(row.place for row in found), *missing])
+        put(words, places, [*(row.slot * self._guesses.shape[1] for row in found), *missing])
         put(words, wanted, [*(row.wanted for row in found), *missing])
         if longest > 1:
             end = _last_tokens(found, longest).lay_out(words, end, (rows * longest, rows, rows))

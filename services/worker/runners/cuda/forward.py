@@ -19,6 +19,7 @@ from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.scores import PromptLines
 from services.worker.runners.cuda.step_words import Kind, Sizes
+from services.worker.runners.step import MOST_GUESSES
 
 Features = Callable[[StepInputs], Tensor | None]
 """From the inputs of a step to what draft heads read beside its tokens, [T, width]; None: the tokens alone are read."""
@@ -48,6 +49,8 @@ class GpuForward:
         self._windows = set(model.config.windows)
         self.last_token = torch.zeros(len(tables), dtype=torch.int64, device=tables.device)
         """int64 [slots + 1]: the token that each slot drew last."""
+        self.own_guesses = torch.zeros(len(tables), MOST_GUESSES, dtype=torch.int32, device=tables.device)
+        """int32 [slots + 1, MOST_GUESSES]: what a draft model guesses after the slots' last tokens."""
         self._row_tables = torch.zeros_like(tables[:-1])
         self._no_guesses = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
         self.forced_acceptance: float | None = None
@@ -104,7 +107,10 @@ class GpuForward:
         counts_at = step_io.aligned(3 * samples)
         report = torch.empty(counts_at + rows, dtype=torch.int32, device=self._words.device)
         scratch = torch.empty_like(self.last_token)
-        step_io.unpack(self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
+        step_io.unpack(
+            self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size,
+            self.own_guesses,
+        )  # fmt: skip
         step = replace(self.step_of(inputs, 0, None, Kind.GUESSES, longest), adapters=adapters)
         x, _ = model.forward(step, self._pool.layers)
         logits = model.logits(x)

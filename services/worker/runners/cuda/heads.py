@@ -31,10 +31,10 @@ class GpuHeads(GpuDraftModel):
         stored: torch.dtype,
         tables: Tensor,
         settings: SlotSettings,
-        target: Tensor,
+        guesses: Tensor,
     ) -> None:
         """As `GpuDraftModel`."""
-        super().__init__(heads, ops, block_size, slots, step_tokens, stored, tables, settings, target)
+        super().__init__(heads, ops, block_size, slots, step_tokens, stored, tables, settings, guesses)
         config, dtype, device = heads.heads_config, heads.embedding.dtype, heads.embedding.device
         self.hidden = GpuHidden(config.hidden_layers, config.layer.hidden_size, block_size, dtype, device)
         self._heads = heads

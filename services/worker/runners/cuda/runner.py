@@ -139,8 +139,8 @@ class GpuRunner:
     def use_draft(self, model: Decoder, stored: torch.dtype) -> GpuDraftModel:
         """Let this model, or these draft heads, guess where a row has OWN_GUESS. To be called before anything is
         captured. The caller allocates its pool."""
-        words, settings = self._upload.words, self.sampler.settings
-        shared = self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables, settings, words
+        guesses, settings = self.forward.own_guesses, self.sampler.settings
+        shared = self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables, settings, guesses
         if isinstance(model, DraftHeads):
             self.draft = heads = GpuHeads(model, *shared)
             self.model.hidden = self.kv.hidden = heads.hidden
@@ -358,6 +358,10 @@ class GpuRunner:
 
     def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
         scored = {slot: data.tolist() for edit, slot, data in later if edit is Edit.SCORE}
+        began = None
+        if self.draft is not None and self._pending:
+            began = self._guess(self.draft, rows, edits, later)
+            edits, later = NO_EDITS, []
         prompts = PromptLines(ScoredRows.of(scored, rows.rows), self.device) if scored else None
         owners = [self._adapter_slots[slot] for slot in rows.rows.slots] if self.adapters else []
         graphs = self.adapted_graphs if any(owners) else self.graphs
@@ -383,9 +387,7 @@ class GpuRunner:
         self.sampler.lift_bans(rows.rows.slots, rows.contexts)
         if self.sampler.has_bad_words:
             self._mark_bad_words(rows)
-        began = self._event() if self.measure_gaps else None
-        if self.draft is not None and self._pending:
-            self._guess(self.draft, rows)
+        began = began or self._began()
         if graph:
             graph.replay()
             computed = graph.computed
@@ -402,13 +404,20 @@ class GpuRunner:
                 self._masked.launched(masked, computed.logits[: len(slots)])
         return GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
 
-    def _guess(self, draft: GpuDraftModel, rows: StepRows) -> None:
-        """Launch the draft model, which puts its guesses into the words of this step on the device."""
-        wanted, places, ids = {}, {}, rows.rows.ids
-        for slot, length, end in zip(rows.rows.slots, rows.rows.lengths, rows.ends, strict=True):
-            if length > 1 and ids[end - 1] == OWN_GUESS:
-                wanted[slot], places[slot] = length - 1, end - length + 1
-        draft.launch(self._pending, wanted, places)
+    def _guess(self, draft: GpuDraftModel, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> Any:
+        """Apply the edits and launch the draft model, before the host lays out the step that reads its guesses: the
+        device is idle until then. -> as `_began`."""
+        if edits:
+            _, buffer = self._upload.begin()
+            self._upload.send(buffer, HEADER, edits)
+        self._edit_logits(later)
+        slots, lengths, ids = rows.rows.slots, rows.rows.lengths, rows.rows.ids
+        self.sampler.lift_bans(slots, rows.contexts)
+        began = self._began()
+        own = [length > 1 and ids[end - 1] == OWN_GUESS for length, end in zip(lengths, rows.ends, strict=True)]
+        wanted = {slot: length - 1 for slot, length, guessed in zip(slots, lengths, own, strict=True) if guessed}
+        draft.launch(self._pending, wanted)
+        return began
 
     def _begin_masked(self, rows: StepRows, slots: list[int]) -> MaskedRows | None:
         """The rows of a step with masks; None if there are none. slots [S]: those of the rows that sample."""
@@ -441,6 +450,10 @@ class GpuRunner:
         """Host memory for the report of any step."""
         most = step_io.aligned(3 * self._most_samples) + max(self.step_tokens, self.slots)
         return _Report(most, self.device.type == "cuda")
+
+    def _began(self) -> Any:
+        """Marks when the device can start a step's first kernel, if gaps are measured."""
+        return self._event() if self.measure_gaps else None
 
     def _event(self) -> Any:
         if self.device.type != "cuda":
