@@ -22,6 +22,7 @@ from kernels.sampling.token_mask import mask_logits
 from kernels.sampling.top_logprobs import top_buffers, top_logprobs
 from kernels.slot_edits import HEADER
 from services.worker.runners.cuda import upload
+from services.worker.runners.cuda.draft_model import Guessed, words_of
 from services.worker.runners.cuda.step_words import StepRows, padding_step
 from services.worker.runners.step import Edit, Rows, SlotState
 
@@ -265,38 +266,48 @@ def check_padding_tokens(tokens: int, sizes: tuple[int, int, int], block: int) -
 
 
 def check_draft_pass(held: int, wanted: list[int]) -> None:
-    """The end of a pass of a draft model of `held` rows, the last ones padding; the others want these guesses."""
+    """A pass of a draft model of `held` rows, the last ones padding; the others want these guesses, of 8 at most."""
     count, slots = len(wanted), held + 3
     owners, contexts = random.sample(range(slots), count), random.sample(range(1, 900), count)
-    at = draft_pass.lists_of(held)
-    words = np.full(at[-1] + 4, 77, np.int32)
-    known = Rows(owners, [1] * count, [1] * count, np.arange(count, dtype=np.int32))
-    assert StepRows(known, contexts).lay_out(words.data, 0, (held, held, held)) == at[0]
-    places = random.sample(range(300), count)
-    for begin, numbers in zip(at, (places, wanted), strict=False):
-        words[begin : begin + held] = [*numbers, *[0] * (held - count)]
-    sent, drawn = torch.from_numpy(words).to(DEVICE), torch.randint(0, 900, (held,), device=DEVICE)
-    last, guesses = torch.full((slots + 1,), -5, device=DEVICE), torch.full((300,), -5, device=DEVICE).int()
-    sample_slots = torch.tensor([*owners, *[slots] * (held - count)], device=DEVICE)
-    draft_pass.advance(drawn, sample_slots, last, sent, guesses)
+    rows = [Guessed(*row) for row in zip(owners, ([7, row] for row in range(count)), contexts, wanted, strict=True)]
+    words = words_of(rows, held, 8)
+    sent = torch.tensor([*words, *[77] * 4], dtype=torch.int32, device=DEVICE)
+    last = torch.full((slots + 1,), -5, device=DEVICE)
+    guesses = torch.full((slots + 1, 8), -5, dtype=torch.int32, device=DEVICE)
     tables = torch.zeros(slots + 1, 64, dtype=torch.int32, device=DEVICE)
-    following = step_io.step_inputs(sent, held, held, held, tables[:-1])
-    step_io.unpack(sent, last, torch.zeros_like(last), tables, following, 16)
-    guessing = [row for row in range(count) if wanted[row]]
-    expected_last, expected_guesses = [-5] * (slots + 1), [-5] * 300
-    for row in guessing:
-        expected_last[owners[row]] = expected_guesses[places[row]] = int(drawn[row])
-    assert (last.tolist(), guesses.tolist()) == (expected_last, expected_guesses)
-    goes_on = [row < count and wanted[row] > 1 for row in range(held)]
-    assert following.contexts.tolist() == [contexts[row] + 1 if on else 0 for row, on in enumerate(goes_on)]
-    assert following.token_ids.tolist() == [int(drawn[row]) if on else 0 for row, on in enumerate(goes_on)]
-    assert following.positions.tolist() == [contexts[row] if on else 0 for row, on in enumerate(goes_on)]
-    assert following.slot_mapping.ge(0).tolist() == goes_on
-    assert following.sample_slots.tolist() == [owners[row] if on else slots for row, on in enumerate(goes_on)]
-    ends = [sent[begin : begin + held].tolist() for begin in at[:2]]
-    assert ends[0][:count] == [place + (row in guessing) for row, place in enumerate(places)]
-    assert ends[1] == [*(max(number - 1, 0) for number in wanted), *[0] * (held - count)]
-    assert sent[at[-1] :].eq(77).all()
+    inputs = step_io.step_inputs(sent, held, held, held, tables[:-1])
+
+    def check_inputs(token_ids: list[int], ends: list[int], computed: list[bool]) -> None:
+        """Of rows that are not computed, token 0 at position 0 is."""
+        step_io.unpack(sent, last, torch.zeros_like(last), tables, inputs, 16)
+        assert inputs.starts.tolist() == [min(row, count) for row in range(held + 1)]
+        assert inputs.token_ids.tolist() == [id if on else 0 for id, on in zip(token_ids, computed, strict=True)]
+        assert inputs.contexts.tolist() == [end if on else 0 for end, on in zip(ends, computed, strict=True)]
+        assert inputs.positions.tolist() == [end - 1 if on else 0 for end, on in zip(ends, computed, strict=True)]
+        assert inputs.slot_mapping.ge(0).tolist() == computed
+        drawing = [*owners, *[slots] * (held - count)]
+        assert inputs.sample_slots.tolist() == [
+            slot if on else slots for slot, on in zip(drawing, computed, strict=True)
+        ]
+        assert inputs.sample_positions.tolist() == inputs.contexts.tolist()
+
+    ends, padding = [*contexts, *[0] * (held - count)], [0] * (held - count)
+    check_inputs([*range(count), *padding], ends, [row < count for row in range(held)])
+    drawn = torch.randint(0, 900, (held,), device=DEVICE)
+    draft_pass.advance(drawn, inputs.sample_slots, last, sent, guesses)
+    expected_last, expected = [-5] * (slots + 1), [[-5] * 8 for _ in range(slots + 1)]
+    for row in range(count):
+        if wanted[row]:
+            expected_last[owners[row]] = expected[owners[row]][0] = int(drawn[row])
+    assert (last.tolist(), guesses.tolist()) == (expected_last, expected)
+    check_inputs(drawn.tolist(), [end + 1 for end in ends], [number > 1 for number in [*wanted, *padding]])
+    places, left, end = draft_pass.lists_of(held)
+    assert sent[places : places + count].tolist() == [
+        slot * 8 + (n > 0) for slot, n in zip(owners, wanted, strict=True)
+    ]
+    assert sent[left : left + held].tolist() == [*(max(number - 1, 0) for number in wanted), *padding]
+    assert end == len(words)
+    assert sent[end:].eq(77).all()
 
 
 def check_masks(samples: int, masks: int, vocab: int, words: int, dtype: torch.dtype) -> None:

@@ -35,7 +35,7 @@ _Pass = tuple[int, int]
 """Rows of a pass, and the most tokens of a row: 1 in later passes."""
 
 
-class _Row(NamedTuple):
+class Guessed(NamedTuple):
     """A row of a first pass."""
 
     slot: int
@@ -75,6 +75,7 @@ class GpuDraftModel:
         self._upload = StepUpload(words, tables, settings)
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, settings)
         self._graphs: dict[_Pass, Callable[[], None]] = {}
+        """The largest first."""
 
     # ---- start-up ----
 
@@ -143,7 +144,7 @@ class GpuDraftModel:
             self._catch_up(late)
         if not guessing:
             return
-        found = [_Row(slot, ids[-most:], first + len(ids), wanted[slot]) for slot, (first, ids) in guessing.items()]
+        found = [Guessed(slot, ids[-most:], first + len(ids), wanted[slot]) for slot, (first, ids) in guessing.items()]
         rows, longest = self._held(len(found), max(len(row.ids) for row in found))
         self._send(found, rows, longest)
         self._run(rows, longest)
@@ -163,8 +164,9 @@ class GpuDraftModel:
 
     def _held(self, rows: int, longest: int) -> _Pass:
         """The smallest first pass with a graph for these numbers of rows and of tokens of each; without one, these."""
-        fitting = [each for each in self._graphs if each[0] >= rows and each[1] >= max(longest, self.lengths[0])]
-        return min(fitting, key=lambda each: each[0] * each[1], default=(rows, max(longest, self.lengths[0])))
+        longest = max(longest, self.lengths[0])
+        fitting = [each for each in self._graphs if each[0] >= rows and each[1] >= longest]
+        return fitting[-1] if fitting else (rows, longest)
 
     def _run(self, rows: int, longest: int) -> None:
         replay = self._graphs.get((rows, longest))
@@ -193,15 +195,14 @@ class GpuDraftModel:
         self._drew_from(x)
         draft_pass.advance(drawn, slots, self.forward.last_token, words, self._guesses)
 
-    def _send(self, found: list[_Row], rows: int, longest: int) -> None:
+    def _send(self, found: list[Guessed], rows: int, longest: int) -> None:
         """Send the words of a pass of one token a row, padded to `rows` rows, and behind them those of a first pass of
         more tokens a row."""
         number, buffer = self._upload.begin()
-        words, missing = self._upload.staging_buffers[buffer], [0] * (rows - len(found))
-        _last_tokens(found, 1).lay_out(words, HEADER, (rows, rows, rows))
-        places, wanted, end = (HEADER + at for at in draft_pass.lists_of(rows))
-        put(words, places, [*(row.slot * self._guesses.shape[1] for row in found), *missing])
-        put(words, wanted, [*(row.wanted for row in found), *missing])
+        words = self._upload.staging_buffers[buffer]
+        laid = words_of(found, rows, self._guesses.shape[1])
+        put(words, HEADER, laid)
+        end = HEADER + len(laid)
         if longest > 1:
             end = _last_tokens(found, longest).lay_out(words, end, (rows * longest, rows, rows))
         self._upload.send(buffer, end, NO_EDITS)
@@ -214,8 +215,20 @@ class GpuDraftModel:
         self._upload.landed(number)
 
 
-def _last_tokens(found: list[_Row], most: int) -> StepRows:
-    """The last tokens of each row, `most` at most; one guess is drawn after them."""
+def words_of(found: list[Guessed], rows: int, most: int) -> list[int]:
+    """The words of a pass of one token a row, padded to `rows` rows, as `kernels.draft_pass` defines them. most:
+    guesses of a slot in the table. The device is idle until it has them, so they are one list, without `StepRows`."""
+    count, length = len(found), step_io.aligned(rows)
+    none, starts = [0] * (length - count), [count] * (step_io.aligned(rows + 1) - count)
+    return [
+        *[row.ids[-1] for row in found], *none, *range(count), *starts, *[row.end for row in found], *none,
+        *[row.slot for row in found], *none, *range(count), *[-1] * (length - count),
+        *[row.slot * most for row in found], *none, *[row.wanted for row in found], *none,
+    ]  # fmt: skip
+
+
+def _last_tokens(found: list[Guessed], most: int) -> StepRows:
+    """The last tokens of each row, `most` at most; a guess is drawn after them."""
     ids = [row.ids[-most:] for row in found]
     flat = np.array([token for tokens in ids for token in tokens], np.int32)
     rows = Rows([row.slot for row in found], [*map(len, ids)], [1] * len(found), flat)
