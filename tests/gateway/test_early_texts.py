@@ -46,6 +46,7 @@ async def test_a_text_is_computed_before_its_placement_and_its_vector_delivered_
         assert (reply.receipt.attempts, list(reply.receipt.workers)) == (1, ["worker-0"])
         [job] = worker.jobs
         assert (job.tentative, job.placement, job.attempt) == (True, 0, 1)
+        await until(lambda: bool(worker.confirmed))  # The confirmation and the reply cross.
         assert [(each.stream_id, each.placement) for each in worker.confirmed] == [(job.stream_id, 7)]
         assert not worker.cancelled
 
