@@ -47,6 +47,8 @@ class Answer:
 class Attempt:
     """One job stream, or one subscription to another job, as a part of an answer."""
 
+    __slots__ = ("_answer", "_deadline", "span", "stream")
+
     def __init__(self, answer: Answer, stream: JobStream, span: telemetry.Span, deadline: float) -> None:
         """`deadline` is the one that the worker received."""
         self.stream = stream

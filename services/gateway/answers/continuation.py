@@ -41,6 +41,11 @@ NOTICE_S = 5.0
 class Continuation:
     """One sample of a request."""
 
+    __slots__ = (
+        "_admitted", "_answer", "_attempt", "_backend", "_key", "_messages", "_retries", "_retry",
+        "_suspect_until",
+    )  # fmt: skip
+
     def __init__(
         self, backend: Backend, admitted: AdmittedRequest, answer: Answer, messages: JobMessages, key: ResultKey | None
     ) -> None:

@@ -66,6 +66,11 @@ class Subscribers(set[Observer]):
 class Generation:
     """A request while it is answered."""
 
+    __slots__ = (
+        "_backend", "_began", "_form", "_task", "admitted", "continuations", "done", "ends_by_text", "error",
+        "last", "phase", "prompt_tokens", "seed", "subscribers", "text",
+    )  # fmt: skip
+
     def __init__(self, admitted: AdmittedRequest, backend: Backend) -> None:
         self.admitted = admitted
         self.phase = Phase.TOKENIZE

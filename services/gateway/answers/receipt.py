@@ -30,6 +30,8 @@ _PHASES = len(Phase)
 class Timeline:
     """Attributes every instant since its creation to exactly one phase."""
 
+    __slots__ = ("_clock", "_seconds", "began", "phase", "since")
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.began = self.since = clock()

@@ -81,6 +81,10 @@ class _Cursor:
 class Subscriber:
     """A client that follows a generation from its start."""
 
+    __slots__ = (
+        "_call", "_cursors", "_echoes", "_generation", "_left", "_loop", "_waits", "_wake", "deadline", "timeline",
+    )  # fmt: skip
+
     def __init__(self, timeline: Timeline, deadline: float, call: Call) -> None:
         """`deadline` is on the clock `time.monotonic`."""
         self.timeline = timeline

@@ -35,6 +35,11 @@ class Ending:
 class Journal:
     """Prompt, tokens so far with the attempt that produced each, and their text and tool calls."""
 
+    __slots__ = (
+        "_calls", "_detokenizer", "_starts", "_stops", "attempt", "call_pieces", "details", "ending", "prompt",
+        "prompt_details", "texts", "tokens", "waits",
+    )  # fmt: skip
+
     def __init__(
         self,
         prompt: Sequence[int],

@@ -257,6 +257,8 @@ class Detokenizer:
     as its bytes are valid characters.
     """
 
+    __slots__ = ("_anchor", "_before", "_held", "_pieces", "_shown", "_stream", "_tokenizer")
+
     def __init__(
         self,
         tokenizer: Tokenizer,

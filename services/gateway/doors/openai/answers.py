@@ -117,6 +117,11 @@ def _nothing_of(part: Continued) -> Continued:
 class Format:
     """Writes one answer: whole, or as server-sent events."""
 
+    __slots__ = (
+        "_asked", "_begun", "_calling", "_closing", "_first", "_frames", "_head", "_object", "_offsets", "_only_model",
+        "_opening", "_wants_logprobs",
+    )  # fmt: skip
+
     def __init__(self, asked: Asked, answer_id: str, created: int, only_model: Callable[[], str]) -> None:
         """`created` in seconds since 1970. `only_model`: the model of a request without a name, once it is accepted."""
         self._asked = asked
