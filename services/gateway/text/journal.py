@@ -83,9 +83,16 @@ class Journal:
         """Appends tokens up to the one that completes a stop string or the last tool call, which ends the answer."""
         if self.ending is not None:
             return
-        kept = len(tokens)
         feed, stops, calls = self._detokenizer.feed, self._stops, self._calls
-        texts = []
+        if stops is None and calls is None:  # No text ends the answer.
+            for token in tokens:
+                if text := feed(token):
+                    self.texts.append(text)
+            self.tokens += tokens
+            if details:
+                self.details += details
+            return
+        kept, texts = len(tokens), []
         for index, token in enumerate(tokens):
             text = feed(token)
             if stops is not None:
