@@ -48,11 +48,14 @@ class Generation:
 class Client:
     """What a door does for one client."""
 
-    def __init__(self, generation: Generation, *, direct: bool = True, whole: bool = False) -> None:
+    def __init__(
+        self, generation: Generation, *, direct: bool = True, whole: bool = False, text_alone: bool = False
+    ) -> None:
         self.generation = generation
         self.opened = asyncio.Event()
         self.opened.set()
         self.put_parts: list[Part] = []
+        self.put_texts: list[str] = []
         self.delivered: list[Part] = []
         call = Call(
             "Generate",
@@ -62,6 +65,7 @@ class Client:
             self.deliver,
             lambda receipt: None,
             put=self.put if direct else None,
+            put_text=self.put_text if text_alone else None,
             whole=whole,
         )
         self.subscriber = Subscriber(Timeline(), 1e9, call)
@@ -70,6 +74,11 @@ class Client:
     def put(self, part: Part) -> bool:
         if self.opened.is_set():
             self.put_parts.append(part)
+        return self.opened.is_set()
+
+    def put_text(self, text: str) -> bool:
+        if self.opened.is_set():
+            self.put_texts.append(text)
         return self.opened.is_set()
 
     async def deliver(self, part: Part) -> None:
@@ -149,3 +158,34 @@ async def test_the_text_of_a_whole_answer_is_read_while_it_may_end_the_answer() 
     await asyncio.sleep(0)
     assert client.generation.advanced > before
     await client.ended()
+
+
+async def test_a_client_that_gets_text_alone_gets_each_text_once() -> None:
+    client = Client(Generation(), text_alone=True)
+    await asyncio.sleep(0)
+    client.arrive(1)
+    client.arrive(2, 3)
+    assert client.put_texts == ["1 ", "2 3 "], "no other task has run"
+    client.opened.clear()
+    client.arrive(4)
+    client.arrive(5)
+    client.opened.set()
+    await asyncio.sleep(0)
+    assert texts(client.put_parts) == ["4 ", "5 "]
+    client.arrive(6)
+    await client.ended()
+    assert client.put_texts == ["1 ", "2 3 ", "6 "]
+    assert texts(client.put_parts) == ["4 ", "5 ", ""]
+
+
+async def test_a_client_that_gets_text_alone_is_told_of_a_wait_and_of_the_ending() -> None:
+    client = Client(Generation(), text_alone=True)
+    await asyncio.sleep(0)
+    client.arrive(1)
+    client.generation.journal.waits += 1
+    client.subscriber.notify()
+    client.arrive(2)
+    await client.ended()
+    assert client.put_texts == ["1 ", "2 "]
+    told = [(part.waiting, part.finish_reason) for part in client.put_parts if isinstance(part, Delta)]
+    assert told == [(True, 0), (False, api.FINISH_REASON_LENGTH)]

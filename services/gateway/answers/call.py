@@ -31,6 +31,8 @@ Deliver = Callable[[Part], Awaitable[object]]
 """Sends one part to the client: deltas, and last the receipt. Returns once the client can take the next one."""
 Put = Callable[[Part], bool]
 """Sends one part at once. -> False, and nothing is sent, if the client cannot take it yet."""
+PutText = Callable[[str], bool]
+"""Sends text of the only continuation at once, as `Put` does a delta."""
 Accept = Callable[[], Awaitable[object]]
 """Informs the client that a worker has accepted the request."""
 Finish = Callable[[api.Receipt], None]
@@ -51,6 +53,8 @@ class Call:
     finish: Finish
     put: Put | None = None
     """Tried before `deliver`, and as soon as tokens arrive, without a change of task."""
+    put_text: PutText | None = None
+    """Tried before `put`, if the client gets nothing of a token but its text: it costs half as much."""
     whole: bool = False
     """The client receives its answer when it has ended: until then nothing is delivered."""
     remaining_s: float | None = None

@@ -17,6 +17,8 @@ from services.gateway.text.tokenizer import TextModel
 from services.gateway.text.tool_calls.parser import CallPiece
 
 clock = time.monotonic
+_DETOKENIZE = Phase.DETOKENIZE
+"""Python looks a member of an enumeration up as slowly as it calls a function."""
 _MAX_TOKENS = 256
 """Most tokens of one message: a client that is far behind must still accept its size."""
 
@@ -59,6 +61,15 @@ class _Cursor:
                 self._complete(delta)
             parts.append(delta)
         return parts
+
+    def take_text(self) -> str | None:
+        """The text that is new; None if there is more to tell a client."""
+        journal = self.journal
+        if journal.ending is not None or journal.call_pieces or self.waits != journal.waits:
+            return None
+        texts, start = journal.texts, self.texts
+        self.tokens, self.texts = len(journal.tokens), len(texts)
+        return texts[-1] if self.texts == start + 1 else "".join(texts[start:])
 
     def _has_text(self) -> bool:
         """There is text of tokens that were taken before."""
@@ -171,12 +182,19 @@ class Subscriber:
         try:
             began = clock()
             generation.advance()
-            parts = self._take(generation)
-            for place, part in enumerate(parts):
-                if not put(part):
-                    self._left = parts[place:]
-                    return False
-            self.timeline.visit(Phase.DETOKENIZE, began)
+            put_text, text = self._call.put_text, None
+            if put_text is not None and len(self._cursors) == 1 and not self._echoes:
+                text = self._cursors[0].take_text()
+            if put_text is None or text is None:
+                parts = self._take(generation)
+                for place, part in enumerate(parts):
+                    if not put(part):
+                        self._left = parts[place:]
+                        return False
+            elif text and not put_text(text):
+                self._left = (Delta(0, text=text),)
+                return False
+            self.timeline.visit(_DETOKENIZE, began)
         except Exception as error:
             self._wake.set_exception(error)
         return True

@@ -90,15 +90,15 @@ class _Protocol(HttpToolsProtocol):
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
 
-    def write(self, data: bytes) -> None:
-        """Sends bytes as they are, behind what the running response has sent, when the event loop's turn ends."""
+    def put(self, data: bytes) -> None:
+        """Sends a chunk of the running response, behind what it has sent, when the event loop's turn ends."""
         outbox = self.outbox
         if not outbox.unsent:
             self.loop.call_soon(outbox.flush)
-        outbox.unsent.append((self.transport, data))
+        outbox.unsent.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def flush(self) -> None:
-        """Sends what `write` was given now: what follows is written directly."""
+        """Sends what `put` was given now: what follows is written directly."""
         self.outbox.flush()
 
     def abort(self) -> None:

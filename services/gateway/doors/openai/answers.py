@@ -181,6 +181,17 @@ class Format:
             self._add_extensions(choice, delta)
         return self._chunk(choice)
 
+    @property
+    def text_alone(self) -> bool:
+        """The client asked for nothing of a token but its text."""
+        return not (self._wants_logprobs or self._asked.token_ids or self._asked.prompt_alone)
+
+    def text_event(self, text: str) -> bytes:
+        """The chunk of text of the only choice, if text is all that the client asked for."""
+        if frame := self._frames.get(0):
+            return frame[0] + orjson.dumps(text) + frame[1]
+        return self.event(Delta(0, text=text))
+
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in later chunks that bring nothing else."""
         place: Json = {"index": self._first + index}

@@ -13,7 +13,7 @@ from grpc import StatusCode
 from protos import inference_pb2 as api
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
-from services.gateway.answers.call import Call, Deliver, Delta, Finish, Part, Put
+from services.gateway.answers.call import Call, Deliver, Delta, Finish, Part, Put, PutText
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.deadline import deadline_exceeded
 from services.gateway.answers.serve import AnswerService
@@ -112,19 +112,34 @@ class OpenAIDoor:
 
         def put(place: int) -> Put:
             def put(part: Part) -> bool:
-                if not exchange.ready:
+                stream = exchange.stream
+                if stream is None or not stream.ready:
                     return False
                 if event := _event(writers[place], part):
-                    exchange.put(event)
+                    stream.put(event)
                 return True
 
             return put
+
+        def put_text(place: int) -> PutText:
+            text_event = writers[place].text_event
+
+            def put_text(text: str) -> bool:
+                stream = exchange.stream
+                if stream is None or not stream.ready:
+                    return False
+                stream.put(text_event(text))
+                return True
+
+            return put_text
 
         def finish(place: int) -> Finish:
             return lambda receipt: receipts.__setitem__(place, receipt)
 
         try:
-            await self._serve("Generate", exchange, requests, deliver, finish, put)
+            await self._serve(
+                "Generate", exchange, requests, deliver, finish, put, put_text if form.text_alone else None
+            )
         except BaseException:
             self._note(exchange, receipts)
             raise
@@ -151,10 +166,11 @@ class OpenAIDoor:
         deliver: Callable[[int], Deliver],
         finish: Callable[[int], Finish],
         put: Callable[[int], Put] | None = None,
+        put_text: Callable[[int], PutText] | None = None,
     ) -> None:
         """Answers all requests at once. The first failure ends the others. Raises WeftError."""
         calls = [
-            _call(method, exchange, each, deliver(at), finish(at), put(at) if put else None)
+            _call(method, exchange, each, deliver(at), finish(at), put and put(at), put_text and put_text(at))
             for at, each in enumerate(requests)
         ]
         if len(calls) == 1:
@@ -196,7 +212,13 @@ def _event(form: Format, part: Part) -> bytes:
 
 
 def _call(
-    method: str, exchange: Exchange, request: api.GenerateRequest, deliver: Deliver, finish: Finish, put: Put | None
+    method: str,
+    exchange: Exchange,
+    request: api.GenerateRequest,
+    deliver: Deliver,
+    finish: Finish,
+    put: Put | None,
+    put_text: PutText | None,
 ) -> Call:
     return Call(
         method=method,
@@ -206,6 +228,7 @@ def _call(
         deliver=deliver,
         finish=finish,
         put=put,
+        put_text=put_text,
         whole=method == "Complete",
         remaining_s=exchange.remaining_s,
         traceparent=exchange.headers.get("traceparent", ""),
