@@ -10,33 +10,22 @@ x is not rounded. On a rank that has some experts of a layer, E is the number of
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activation import activate, gelu_argument
+from kernels.activation import activate
 from kernels.dependent_launch import launch_options, prefetch, wait
 from kernels.device import has_asm, shared_bytes
 from kernels.linear.packed import CHUNK, PackedWeight, minus_zero, packed_rows
 from kernels.linear.packed_gemm import add_product
 from kernels.moe.reference import Routes
+from kernels.moe.tiles import Tile, expected_entries, expected_tiles, gated, most_tiles, tile_of
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Shape of a program."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    stages: int
-    warps: int
-
 
 FEW, SOME, MANY = Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)
 PLAIN = ((16, FEW), (64, SOME), (None, MANY))
@@ -73,27 +62,6 @@ def tile_for(entries: int, experts: int, x: Tensor, packed: bool, invariant: boo
 
 
 @triton.jit
-def _tile_of(offsets, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The program's work: whether there is any, the expert, and its tile's first place and the end of the expert's."""
-    experts = tl.arange(0, BLOCK_E)
-    first = tl.load(offsets + experts, mask=experts < E, other=0)
-    stop = tl.load(offsets + experts + 1, mask=experts < E, other=0)
-    tiles = tl.cdiv(stop - first, BLOCK_M)
-    end = tl.cumsum(tiles, 0)
-    index = tl.program_id(0)
-    here = (end - tiles <= index) & (index < end)
-    expert = tl.sum(tl.where(here, experts, 0))
-    place = tl.sum(tl.where(here, first + (index - end + tiles) * BLOCK_M, 0))
-    return index < tl.sum(tiles), expert, place, tl.sum(tl.where(here, stop, 0))
-
-
-@triton.jit
-def _gated(gate, up, GATE: tl.constexpr):
-    """The activation of the gates times the others; GATE: silu or gelu."""
-    return gate * tl.sigmoid(gelu_argument(gate) if GATE == "gelu" else gate) * up
-
-
-@triton.jit
 def grouped_kernel(
     x,  # [entries / DIVIDE, K]
     weights,  # [E, N, K]; with GATE [E, 2N, K], the gates and then the ups
@@ -106,7 +74,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Program (tile, block of outputs): row e of the result is x[e // DIVIDE] @ W[expert of e].T."""
     wait(PDL)
-    exists, expert, place, stop = _tile_of(offsets, E, BLOCK_E, BLOCK_M)
+    exists, expert, place, stop = tile_of(offsets, E, BLOCK_E, BLOCK_M)
     if not exists:
         return
     places = place + tl.arange(0, BLOCK_M)
@@ -132,7 +100,7 @@ def grouped_kernel(
             c = tl.load(ups + start, mask=its, other=0.0)
             up = tl.dot(a, tl.trans(c), up, input_precision=precision)
     if GATE != "":
-        total = _gated(total, up, GATE)
+        total = gated(total, up, GATE)
     target = out + entry[:, None] * N + outputs[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(places < stop)[:, None] & known[None, :])
 
@@ -154,7 +122,7 @@ def packed_grouped_kernel(
 ):  # fmt: skip
     """As `grouped_kernel`, with packed weights; program (tile, block of outputs, split) sums a part of the chunks."""
     wait(PDL)
-    exists, expert, first, stop = _tile_of(offsets, E, BLOCK_E, BLOCK_M)
+    exists, expert, first, stop = tile_of(offsets, E, BLOCK_E, BLOCK_M)
     if not exists:
         return
     expert = expert.to(tl.int64)
@@ -206,7 +174,7 @@ def packed_grouped_kernel(
         if GATE != "":
             up *= tl.load(scales + up_place).to(tl.float32)[:, None]
     if GATE != "":
-        total = _gated(total, up, GATE)
+        total = gated(total, up, GATE)
     target = out + tl.program_id(2).to(tl.int64) * size + entry[:, None] * N + outputs[None, :]
     known = (places < stop)[:, None] & (outputs < N)[None, :]
     tl.store(target, tl.trans(total).to(out.dtype.element_ty), mask=known)
@@ -237,7 +205,7 @@ def multiply_add(residual: Tensor, x: Tensor, experts: ExpertStack, routes: Rout
     tile = _tile(x, experts, routes, invariant)
     split = 1
     if isinstance(experts.weight, PackedWeight) and not invariant and tile.rows == FEW_PACKED.rows:
-        programs = _most_tiles(_expected(routes), experts.count, tile) * triton.cdiv(experts.outputs, tile.outputs)
+        programs = expected_tiles(routes, tile) * triton.cdiv(experts.outputs, tile.outputs)
         while programs * split < _PROGRAMS and experts.weight.chunks // (2 * split) >= _LEAST_CHUNKS:
             split *= 2
     results = _multiply(x, experts, routes, 1, tile, "", split)
@@ -246,23 +214,7 @@ def multiply_add(residual: Tensor, x: Tensor, experts: ExpertStack, routes: Rout
 
 def _tile(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> Tile:
     packed = isinstance(experts.weight, PackedWeight)
-    return tile_for(_expected(routes), experts.count, x, packed, invariant)
-
-
-def _expected(routes: Routes) -> int:
-    """The entries of own experts, if each expert is as likely."""
-    return -(-len(routes.order) * routes.own // routes.experts)
-
-
-def _most(routes: Routes) -> int:
-    """The most entries that own experts can have: a token chooses an expert once."""
-    tokens, chosen = routes.weights_Tk.shape
-    return tokens * min(chosen, routes.own)
-
-
-def _most_tiles(entries: int, experts: int, tile: Tile) -> int:
-    """Each expert has at most one tile that is not full."""
-    return min(entries, entries // tile.rows + min(entries, experts))
+    return tile_for(expected_entries(routes), experts.count, x, packed, invariant)
 
 
 def _multiply(
@@ -282,7 +234,7 @@ def _multiply(
         "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "EVEN": inputs % tile.inputs == 0, "num_warps": tile.warps,
         "STAGES": tile.stages, **launch_options(x.device),
     }  # fmt: skip
-    grid = (_most_tiles(_most(routes), experts.count, tile), triton.cdiv(outputs, tile.outputs), split)
+    grid = (most_tiles(routes, tile), triton.cdiv(outputs, tile.outputs), split)
     weight = experts.weight
     if isinstance(weight, PackedWeight):
         packed_grouped_kernel[grid](
