@@ -6,11 +6,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels.moe import grouped, routing
+from kernels.device import shared_bytes
+from kernels.moe import grouped, grouped_fp8, routing
 from kernels.moe.weights import ExpertStack
 from tests.kernels.cases import rand
 from tests.kernels.experts import (
     check_experts,
+    check_fp8_products,
     check_invariant_experts,
     check_one_token,
     check_routing,
@@ -67,6 +69,17 @@ def test_experts_spread_over_ranks(shape: tuple[int, int, int, int, int], dtype:
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_invariant_experts_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     check_invariant_experts(dtype)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 2, 70, 200), (33, 16, 8, 1536, 2048), (300, 6, 2, 770, 384), (900, 8, 1, 522, 1160)], ids=str
+)
+def test_products_of_rows_rounded_to_fp8(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    tiles = grouped_fp8.SMALL if shared_bytes(torch.device("cuda", 0)) < 110 << 10 else grouped_fp8.TILES
+    for tile in (None, *(tile for _, tile in tiles)):
+        check_fp8_products(*shape, dtype, tile)
 
 
 def test_a_graph_follows_the_routes_of_its_tokens() -> None:

@@ -54,7 +54,7 @@ from kernels.linear import (
 )
 from kernels.linear.split_k import Tile
 from kernels.lora import fused
-from kernels.moe import grouped, one_token, routing
+from kernels.moe import grouped, grouped_fp8, one_token, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm, NormKind, Pooling, Scores
@@ -92,10 +92,11 @@ EVERYWHERE = frozenset(
         "attention torch.float8_e4m3fn False", "attention torch.int8 False", "columns of ranks 128",
         "dequantize fp8 blocks", "dequantize int4 128", "dequantize int4 64", "dequantize int8", "dequantize nf4",
         "edit", "embed texts", "experts added", "experts added in parts", "experts fp8 600", "experts gated int4 1",
-        "experts gated plain 1", "experts int4 zeros 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200",
-        "int4 32 gated 64", "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states",
-        "layer_norm", "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256",
-        "mask", "packed texts 4096 128", "packed texts 4096 64", "parts 8", "pool texts Pooling.MAX", "qkv 1 64",
+        "experts gated plain 1", "experts int4 zeros 600", "experts of rounded rows plain 600",
+        "experts of rounded rows silu 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200", "int4 32 gated 64",
+        "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states", "layer_norm",
+        "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256", "mask",
+        "packed texts 4096 128", "packed texts 4096 64", "parts 8", "pool texts Pooling.MAX", "qkv 1 64",
         "received activations", "rms_norm", "rope norm 128", "rope torch.float8_e4m3fn", "rope torch.int8",
         "round gated rows", "round rows", "route 128", "route 40", "route 600", "rows of ranks", "sample None",
         "sample guesses 1024", "scatter", "sent activations", "silu_and_mul", "states before", "sum and norm",
@@ -130,6 +131,7 @@ MODULES = (
     peer_sums,
     texts,
     grouped,
+    grouped_fp8,
     one_token,
     routing,
     qkv_rope,
@@ -212,6 +214,8 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield from attention_calls(new, capability)
     yield from linear_calls(new, capability)
     yield from expert_calls(new)
+    if capability >= 89 and dtype.itemsize == 2:
+        yield from fp8_expert_calls(new)
     if capability == 90 and dtype.itemsize == 2:
         yield from one_token_calls(new)
     yield from text_calls(new)
@@ -479,6 +483,20 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
     added = partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
     yield "experts added", added
     yield "own experts added", partial(added, partial=True)
+
+
+def fp8_expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Products of experts of rows rounded to fp8, with each tile."""
+    octets, dtype = torch.zeros(256, 512, dtype=torch.uint8), new(1).dtype
+    stack = ExpertStack(8, 256, 512, dtype)
+    stack.keep(0, quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(256, 1)))
+    for tokens, gates in ((160, ("", "silu")), (320, ("silu", "gelu")), (600, ("", "silu"))):
+        order, offsets = (torch.zeros(count, dtype=torch.int32) for count in (2 * tokens, 9))
+        routes = Routes(torch.ones(tokens, 2), order, offsets, 8)
+        rounded = torch.zeros(tokens, 512, dtype=quantized_weights.FP8), torch.ones(tokens, 1)
+        for gate in gates:
+            call = partial(grouped_fp8.multiply, rounded, stack, routes, dtype, divide=2, gate=gate)
+            yield f"experts of rounded rows {gate or 'plain'} {tokens}", call
 
 
 def one_token_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -781,10 +799,11 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
         for module, name in ((dense_hopper, "processors"), (resident_hopper, "processors"),
                              (resident_norm_hopper, "processors"), (fused, "_processors"))
     )  # fmt: skip
-    split, experts = (
-        mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability]) for module in (split_k, grouped)
+    split, experts, fp8_experts = (
+        mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability])
+        for module in (split_k, grouped, grouped_fp8)
     )
-    with dense_programs, resident_programs, norm_programs, adapter_programs, split, experts:
+    with dense_programs, resident_programs, norm_programs, adapter_programs, split, experts, fp8_experts:
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     if (capability, dtype) != WHOLE:
         chosen = [launch for launch in launches if launch[0] in EVERYWHERE]

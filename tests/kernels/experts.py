@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels import quantized_weights
-from kernels.moe import grouped, one_token, reference, routing
+from kernels.linear import packed
+from kernels.moe import grouped, grouped_fp8, one_token, reference, routing
+from kernels.moe.tiles import Tile
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm
-from kernels.quantized_weights import Weight
+from kernels.quantized_weights import Fp8Weight, Weight
 from kernels.reference import layers
 from tests.kernels.cases import DEVICE, close, rand
 from tests.kernels.weights import weights
@@ -131,17 +133,55 @@ def check_one_token(experts: int, chosen: int, width: int, k: int, kind: str, dt
 
 def check_gate(x: Tensor, stack: ExpertStack, case: list[Weight], routes: reference.Routes) -> None:
     """The activation of the products of entries; gated, of the first and the second half of the outputs."""
-    products = reference.multiply(x.double(), case, routes, divide=1)
-    half = products.shape[1] // 2
-    gate = products[:, :half]
-    for activation, wanted in (
-        (Activation.GATED_SILU, torch.nn.functional.silu(gate) * products[:, half:]),
-        (Activation.GATED_GELU_TANH, torch.nn.functional.gelu(gate, approximate="tanh") * products[:, half:]),
-        (Activation.GELU, torch.nn.functional.gelu(products)),
-    ):
+    wanted = activated(reference.multiply(x.double(), case, routes, divide=1))
+    for activation in (Activation.GATED_SILU, Activation.GATED_GELU_TANH, Activation.GELU):
         with poisoned():
             got = grouped.multiply_activate(x, stack, routes, activation, divide=1)
-        close(got, wanted)
+        close(got, wanted[activation])
+
+
+def activated(products: Tensor) -> dict[Activation, Tensor]:
+    """Activations of products; gated, of the first and the second half of the outputs."""
+    gate, up = products.chunk(2, 1)
+    return {
+        Activation.GATED_SILU: torch.nn.functional.silu(gate) * up,
+        Activation.GATED_GELU_TANH: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+        Activation.GELU: torch.nn.functional.gelu(products),
+    }
+
+
+def fp8_experts(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[list[Fp8Weight], ExpertStack]:
+    """Random weights with a scale for each output."""
+    case = [quantized_weights.quantize_fp8(rand(n, k, dtype=torch.float32) / k**0.5) for _ in range(count)]
+    stack = ExpertStack(count, n, k, dtype)
+    for expert, weight in enumerate(case):
+        stack.keep(expert, weight)
+    return case, stack
+
+
+def check_fp8_products(
+    tokens: int, experts: int, chosen: int, n: int, k: int, dtype: torch.dtype, tile: Tile | None = None
+) -> None:
+    """Products of rows rounded to fp8, plain and gated, with all experts and with half of them; one expert has a row of
+    each token, and another one none."""
+    for own in (range(experts), range(experts // 2, experts)):
+        case, stack = fp8_experts(len(own), n, k, dtype)
+        logits = rand(tokens, experts, dtype=dtype)
+        logits[:, own.start], logits[:, own.stop - 1] = -100, 100
+        routes = routing.route(logits, chosen, True, own)
+        written = routes.order[: int(routes.offsets[-1])].long()
+        for divide in (chosen, 1):
+            x = quantized_weights.quantize_fp8(rand(tokens * chosen // divide, k, dtype=torch.float32))
+            rounded = packed.pack_weight(x).packed.view(quantized_weights.FP8), x.scale
+            products = reference.multiply(x.dequantize(torch.float64), case, routes, divide=divide)
+            wanted = activated(products)
+            for gate, want in (
+                ("", products), ("silu", wanted[Activation.GATED_SILU]), ("gelu", wanted[Activation.GATED_GELU_TANH])
+            ):  # fmt: skip
+                with poisoned():
+                    got = grouped_fp8.multiply(rounded, stack, routes, dtype, divide=divide, gate=gate, tile=tile)
+                close(got[written], want[written])
+                assert int(got.isfinite().all(1).sum()) == len(written), "rows of other ranks' experts are written"
 
 
 def check_split_experts(dtype: torch.dtype) -> None:

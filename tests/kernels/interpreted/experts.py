@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from kernels.moe.tiles import Tile
 from tests.kernels.experts import (
     check_experts,
+    check_fp8_products,
     check_logits,
     check_routing,
     check_split_experts,
@@ -37,6 +39,11 @@ def test_products_of_experts_spread_over_ranks() -> None:
     check_spread_experts(2, 5, 2, 2, 2200, HALF)  # sums of quantized weights have parts
     for dtype in (HALF, FULL):
         check_spread_experts(9, 7, 3, 4, 64, dtype)
+
+
+def test_products_of_rows_rounded_to_fp8() -> None:
+    check_fp8_products(9, 5, 2, 70, 200, HALF, Tile(16, 32, 128, 2, 4))
+    check_fp8_products(33, 3, 1, 36, 128, HALF)
 
 
 def test_logits_of_one_token() -> None:
