@@ -1,8 +1,9 @@
 """Products of many experts in one launch: each row of x with the weight of the expert that computes it.
 
 The rows of an expert are cut into tiles, as `kernels.moe.routing` has sorted them; which tile of which expert a program
-computes, it finds out on the device. Quantized weights are converted in registers, as in `kernels.linear.packed_gemm`;
-x is not rounded. On a rank that has some experts of a layer, E is the number of these; other entries have no tile.
+computes, it finds out on the device. Quantized weights are converted in registers, as in `kernels.linear.packed_gemm`,
+and x is not rounded; many rows of fp8 weights are, for `kernels.moe.grouped_fp8`. On a rank that has some experts of a
+layer, E is the number of these; other entries have no tile.
 
     T tokens    E experts    k experts that compute a token    entry t * k + i    N outputs    K inputs
     C chunks of 128 inputs
@@ -20,8 +21,10 @@ from torch import Tensor
 from kernels.activation import activate
 from kernels.dependent_launch import launch_options, prefetch, wait
 from kernels.device import has_asm, shared_bytes
+from kernels.linear import fp8
 from kernels.linear.packed import CHUNK, PackedWeight, minus_zero, packed_rows
 from kernels.linear.packed_gemm import add_product
+from kernels.moe import grouped_fp8
 from kernels.moe.reference import Routes
 from kernels.moe.tiles import Tile, expected_entries, expected_tiles, gated, most_tiles, tile_of
 from kernels.moe.weights import ExpertStack
@@ -184,7 +187,8 @@ def multiply(x: Tensor, experts: ExpertStack, routes: Routes, *, divide: int, in
     """For each entry e of the routes, x[e // divide] times the weight of its expert: [entries, N] in x's dtype.
 
     x [entries / divide, K], contiguous; divide is k for rows of tokens and 1 for rows of entries. invariant: a row's
-    bits do not depend on the other rows or their number. Rows of experts that are not own are not written.
+    bits do not depend on the other rows or their number. x is not rounded. Rows of experts that are not own are not
+    written.
     """
     return _multiply(x, experts, routes, divide, _tile(x, experts, routes, invariant), "")[0]
 
@@ -193,23 +197,41 @@ def multiply_activate(
     x: Tensor, experts: ExpertStack, routes: Routes, activation: Activation, *, divide: int, invariant: bool = False
 ) -> Tensor:
     """The activation of `multiply`'s result: [entries, N], or [entries, N / 2] if it is gated."""
-    tile = _tile(x, experts, routes, invariant)
-    if not activation.is_gated or tile.rows > _GATED_ROWS:
-        return activate(_multiply(x, experts, routes, divide, tile, "")[0], activation)
-    gate = "gelu" if activation is Activation.GATED_GELU_TANH else "silu"
-    return _multiply(x, experts, routes, divide, tile, gate)[0]
+    rounds, tile = _rounds(x, experts, routes, invariant), _tile(x, experts, routes, invariant)
+    gate = ""
+    if activation.is_gated and (rounds or tile.rows <= _GATED_ROWS):
+        gate = "gelu" if activation is Activation.GATED_GELU_TANH else "silu"
+    if rounds:
+        results = grouped_fp8.multiply(fp8.round_rows(x), experts, routes, x.dtype, divide=divide, gate=gate)
+    else:
+        results = _multiply(x, experts, routes, divide, tile, gate)[0]
+    return results if gate else activate(results, activation)
 
 
 def multiply_add(residual: Tensor, x: Tensor, experts: ExpertStack, routes: Routes, *, invariant: bool = False) -> None:
     """residual [T, N] += the products of the rows of entries, x [entries, K], weighted by the routes."""
-    tile = _tile(x, experts, routes, invariant)
+    if _rounds(x, experts, routes, invariant):
+        results = grouped_fp8.multiply(fp8.round_rows(x), experts, routes, x.dtype, divide=1)
+    else:
+        tile = _tile(x, experts, routes, invariant)
+        split = 1 if invariant else _parts(experts, routes, tile)
+        results = _multiply(x, experts, routes, 1, tile, "", split)
+    add_weighted(residual, results, routes.weights_Tk, partial=routes.own < routes.experts)
+
+
+def _parts(experts: ExpertStack, routes: Routes, tile: Tile) -> int:
+    """The parts of each sum: of few rows of quantized weights, as many as there are programs at a time."""
     split = 1
-    if isinstance(experts.weight, PackedWeight) and not invariant and tile.rows == FEW_PACKED.rows:
+    if isinstance(experts.weight, PackedWeight) and tile.rows == FEW_PACKED.rows:
         programs = expected_tiles(routes, tile) * triton.cdiv(experts.outputs, tile.outputs)
         while programs * split < _PROGRAMS and experts.weight.chunks // (2 * split) >= _LEAST_CHUNKS:
             split *= 2
-    results = _multiply(x, experts, routes, 1, tile, "", split)
-    add_weighted(residual, results, routes.weights_Tk, partial=routes.own < routes.experts)
+    return split
+
+
+def _rounds(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> bool:
+    """Whether rows are rounded to fp8, which depends on the number of rows."""
+    return not invariant and grouped_fp8.serves(x, experts, routes)
 
 
 def _tile(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> Tile:

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
 from kernels.device import shared_bytes
+from kernels.linear import fp8
 from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.moe.reference import Routes
 from kernels.moe.tiles import Tile, expected_entries, gated, most_tiles, tile_of
 from kernels.moe.weights import ExpertStack
 from kernels.quantized_weights import FP8
 
+MIN_ROWS = 17
+"""The mean number of an expert's rows from which on they are rounded."""
 FEW, SOME, MANY = Tile(64, 128, CHUNK, 4, 4), Tile(128, 128, CHUNK, 4, 8), Tile(128, 256, CHUNK, 4, 8)
 TILES = ((64, FEW), (128, SOME), (None, MANY))
 """By the mean number of an expert's rows, at most this. Outputs are those of the weight: gates and ups count alike."""
@@ -68,6 +71,12 @@ def fp8_grouped_kernel(
     outputs = tl.program_id(1) * (BLOCK_N // SHARE) + tl.arange(0, BLOCK_N // SHARE)
     target = out + entry[:, None] * N + outputs[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(places < stop)[:, None] & (outputs < N)[None, :])
+
+
+def serves(x: Tensor, experts: ExpertStack, routes: Routes) -> bool:
+    """Whether rows x are rounded to fp8 before their product with these experts."""
+    many = len(x) > 0 and expected_entries(routes) >= MIN_ROWS * experts.count
+    return many and isinstance(experts.weight, PackedWeight) and fp8.multiplies(experts.weight)
 
 
 def tile_for(routes: Routes, device: torch.device) -> Tile:

@@ -15,6 +15,7 @@ from tests.kernels.experts import (
     check_fp8_products,
     check_invariant_experts,
     check_one_token,
+    check_rounded_experts,
     check_routing,
     check_split_experts,
     check_spread_experts,
@@ -80,6 +81,13 @@ def test_products_of_rows_rounded_to_fp8(shape: tuple[int, int, int, int, int], 
     tiles = grouped_fp8.SMALL if shared_bytes(torch.device("cuda", 0)) < 110 << 10 else grouped_fp8.TILES
     for tile in (None, *(tile for _, tile in tiles)):
         check_fp8_products(*shape, dtype, tile)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="needs fp8 tensor cores")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", [(100, 8, 2, 1536, 2048), (700, 16, 4, 272, 200), (999, 5, 2, 512, 768)], ids=str)
+def test_experts_of_many_rows_round_them(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check_rounded_experts(*shape, dtype)
 
 
 def test_a_graph_follows_the_routes_of_its_tokens() -> None:

@@ -17,7 +17,7 @@ from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm
 from kernels.quantized_weights import Fp8Weight, Weight
 from kernels.reference import layers
-from tests.kernels.cases import DEVICE, close, rand
+from tests.kernels.cases import DEVICE, TOLERANCE, close, error, rand
 from tests.kernels.weights import weights
 
 
@@ -182,6 +182,24 @@ def check_fp8_products(
                     got = grouped_fp8.multiply(rounded, stack, routes, dtype, divide=divide, gate=gate, tile=tile)
                 close(got[written], want[written])
                 assert int(got.isfinite().all(1).sum()) == len(written), "rows of other ranks' experts are written"
+
+
+def check_rounded_experts(tokens: int, experts: int, chosen: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Both products of a layer whose rows are rounded, against products of rows that are not."""
+    most = 0.2 if DEVICE == "cpu" else 0.05  # Triton's interpreter rounds worse, see `check_rounding`.
+    case, stack = fp8_experts(experts, n, k, dtype)
+    routes = routing.route(rand(tokens, experts, dtype=dtype), chosen, True)
+    x, residual = rand(tokens, k, dtype=dtype), rand(tokens, n, dtype=dtype)
+    wanted = activated(reference.multiply(x.double(), case, routes, divide=chosen))
+    entries = rand(tokens * chosen, k, dtype=dtype)
+    total = residual.double()
+    reference.add_weighted(total, reference.multiply(entries.double(), case, routes, divide=1), routes.weights_Tk)
+    with poisoned():
+        for activation, want in wanted.items():
+            got = grouped.multiply_activate(x, stack, routes, activation, divide=chosen)
+            assert TOLERANCE[dtype] < error(got, want) < most, "not rounded, or wrong"
+        grouped.multiply_add(residual, entries, stack, routes)
+    assert TOLERANCE[dtype] < error(residual, total) < most, "not rounded, or wrong"
 
 
 def check_split_experts(dtype: torch.dtype) -> None:

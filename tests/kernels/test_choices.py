@@ -14,6 +14,7 @@ from kernels import attention, device, kv_pages
 from kernels.attention import decode_hopper
 from kernels.attention.short_prefill import serves_short_prefill
 from kernels.linear import (
+    fp8,
     packed_gemm,
     packed_gemv,
     packed_hopper,
@@ -24,9 +25,11 @@ from kernels.linear import (
 from kernels.linear.packed import PackedWeight, pack_weight
 from kernels.linear.packed_gemv_kernel import _octet
 from kernels.lora import AdapterStack, fused
-from kernels.moe import grouped
+from kernels.moe import grouped, grouped_fp8
+from kernels.moe.reference import Routes
+from kernels.moe.weights import ExpertStack
 from kernels.operands import Scores
-from kernels.quantized_weights import Int4Weight
+from kernels.quantized_weights import Int4Weight, quantize_fp8
 from services.worker.runners.cuda.encoders.runner import captured_sizes, is_padded
 
 BF16 = torch.bfloat16
@@ -330,3 +333,22 @@ def test_quantized_experts_have_tiles_for_more_rows_than_the_mean(mean: int, row
     x = torch.empty(1, 64, dtype=BF16)
     assert grouped.tile_for(mean * 8, 8, x, packed=True, invariant=False).rows == rows
     assert len({grouped.tile_for(mean * 8, 8, x, packed=True, invariant=True) for mean in (1, 30, 300)}) == 1
+
+
+@pytest.mark.parametrize(("mean", "rows"), [(17, 64), (64, 64), (65, 128), (999, 128)])
+def test_rows_of_fp8_experts_are_rounded_if_they_are_many(
+    mean: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = ExpertStack(8, 16, 64, BF16)
+    stack.keep(0, quantize_fp8(torch.ones(16, 64)))
+
+    def routes(entries: int, experts: int) -> Routes:
+        return Routes(torch.empty(entries // 2, 2), torch.empty(entries), torch.empty(9), experts)
+
+    x = torch.empty(1, 64, dtype=BF16)
+    assert not grouped_fp8.serves(x, stack, routes(mean * 8, 8)), "no fp8 tensor cores"
+    monkeypatch.setattr(fp8, "multiplies", lambda _: True)
+    assert grouped_fp8.serves(x, stack, routes(mean * 8, 8))
+    assert grouped_fp8.serves(x, stack, routes(mean * 64, 64)), "8 of 64 experts are own"
+    assert not grouped_fp8.serves(x, stack, routes(16 * 8, 8))
+    assert grouped_fp8.tile_for(routes(mean * 8, 8), x.device).rows == rows

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from kernels.linear import fp8
 from kernels.moe.tiles import Tile
 from tests.kernels.experts import (
     check_experts,
     check_fp8_products,
     check_logits,
+    check_rounded_experts,
     check_routing,
     check_split_experts,
     check_spread_experts,
@@ -44,6 +46,11 @@ def test_products_of_experts_spread_over_ranks() -> None:
 def test_products_of_rows_rounded_to_fp8() -> None:
     check_fp8_products(9, 5, 2, 70, 200, HALF, Tile(16, 32, 128, 2, 4))
     check_fp8_products(33, 3, 1, 36, 128, HALF)
+
+
+def test_experts_of_many_rows_round_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "multiplies", lambda _: True)
+    check_rounded_experts(40, 3, 2, 80, 136, HALF)
 
 
 def test_logits_of_one_token() -> None:
