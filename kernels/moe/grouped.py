@@ -77,7 +77,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Program (tile, block of outputs): row e of the result is x[e // DIVIDE] @ W[expert of e].T."""
     wait(PDL)
-    exists, expert, place, stop = tile_of(offsets, E, BLOCK_E, BLOCK_M)
+    exists, _, expert, place, stop = tile_of(offsets, 1, E, BLOCK_E, BLOCK_M)
     if not exists:
         return
     places = place + tl.arange(0, BLOCK_M)
@@ -125,7 +125,7 @@ def packed_grouped_kernel(
 ):  # fmt: skip
     """As `grouped_kernel`, with packed weights; program (tile, block of outputs, split) sums a part of the chunks."""
     wait(PDL)
-    exists, expert, first, stop = tile_of(offsets, E, BLOCK_E, BLOCK_M)
+    exists, _, expert, first, stop = tile_of(offsets, 1, E, BLOCK_E, BLOCK_M)
     if not exists:
         return
     expert = expert.to(tl.int64)

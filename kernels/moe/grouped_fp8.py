@@ -27,7 +27,7 @@ MIN_ROWS = 17
 FEW, SOME, MANY = Tile(64, 128, CHUNK, 4, 4), Tile(128, 128, CHUNK, 4, 8), Tile(128, 256, CHUNK, 4, 8)
 TILES = ((64, FEW), (128, SOME), (None, MANY))
 """By the mean number of an expert's rows, at most this. Outputs are those of the weight: gates and ups count alike."""
-SMALL = ((64, replace(FEW, stages=3)), (None, replace(SOME, stages=2)))
+SMALL = ((64, FEW), (None, replace(SOME, stages=3)))
 """On GPUs with less than 110 KiB of shared memory a program."""
 
 
@@ -44,18 +44,18 @@ def fp8_grouped_kernel(
     E: tl.constexpr, BLOCK_E: tl.constexpr, DIVIDE: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, block of outputs): row e of the result is x[e // DIVIDE] @ W[expert of e].T, scaled. Of BLOCK_N
-    outputs a gate and its up are neighbours, so that one thread has both."""
+    """Programs of tiles and blocks of outputs: row e of the result is x[e // DIVIDE] @ W[expert of e].T, scaled. Of
+    BLOCK_N outputs a gate and its up are neighbours, so that one thread has both."""
     wait(PDL)
-    exists, expert, place, stop = tile_of(offsets, E, BLOCK_E, BLOCK_M)
+    SHARE: tl.constexpr = 1 if GATE == "" else 2
+    exists, block, expert, place, stop = tile_of(offsets, tl.cdiv(N, BLOCK_N // SHARE), E, BLOCK_E, BLOCK_M)
     if not exists:
         return
     expert = expert.to(tl.int64)
     places = place + tl.arange(0, BLOCK_M)
     entry = tl.load(order + places, mask=places < stop, other=0).to(tl.int64)  # Rows beyond the last are not stored.
-    SHARE: tl.constexpr = 1 if GATE == "" else 2
     lanes = tl.arange(0, BLOCK_N)
-    output = tl.minimum(tl.program_id(1) * (BLOCK_N // SHARE) + lanes // SHARE, N - 1)
+    output = tl.minimum(block * (BLOCK_N // SHARE) + lanes // SHARE, N - 1)
     line = output + lanes % SHARE * N
     columns = tl.arange(0, BLOCK_K)
     inputs = x + (entry // DIVIDE)[:, None] * K + columns[None, :]
@@ -68,7 +68,7 @@ def fp8_grouped_kernel(
     if GATE != "":
         gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
         total = gated(gate, up, GATE)
-    outputs = tl.program_id(1) * (BLOCK_N // SHARE) + tl.arange(0, BLOCK_N // SHARE)
+    outputs = block * (BLOCK_N // SHARE) + tl.arange(0, BLOCK_N // SHARE)
     target = out + entry[:, None] * N + outputs[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(places < stop)[:, None] & (outputs < N)[None, :])
 
@@ -109,7 +109,7 @@ def multiply(
     tile = tile or tile_for(routes, values.device)
     blocks = triton.cdiv(outputs, tile.outputs // 2 if gate else tile.outputs)
     if entries:
-        fp8_grouped_kernel[(most_tiles(routes, tile), blocks)](
+        fp8_grouped_kernel[(most_tiles(routes, tile) * blocks,)](
             values, row_scales, weight.packed.view(FP8), weight.scale, routes.order, routes.offsets, out, outputs,
             values.shape[1], weight.scale[0].numel(), E=experts.count, DIVIDE=divide, GATE=gate,
             BLOCK_E=max(16, triton.next_power_of_2(experts.count)), BLOCK_M=tile.rows, BLOCK_N=tile.outputs,

@@ -26,18 +26,22 @@ class Tile:
 
 
 @triton.jit
-def tile_of(offsets, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The program's work: whether there is any, the expert, and its tile's first place and the end of the expert's."""
+def tile_of(offsets, blocks, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The program's work: whether there is any, which of `blocks` blocks of outputs, the expert, and its tile's first
+    place and the end of the expert's. All tiles of a block come before those of the next one, programs without work
+    last."""
     experts = tl.arange(0, BLOCK_E)
     first = tl.load(offsets + experts, mask=experts < E, other=0)
     stop = tl.load(offsets + experts + 1, mask=experts < E, other=0)
     tiles = tl.cdiv(stop - first, BLOCK_M)
     end = tl.cumsum(tiles, 0)
-    index = tl.program_id(0)
+    total = tl.sum(tiles)
+    block = tl.program_id(0) // tl.maximum(total, 1)
+    index = tl.program_id(0) - block * total
     here = (end - tiles <= index) & (index < end)
     expert = tl.sum(tl.where(here, experts, 0))
     place = tl.sum(tl.where(here, first + (index - end + tiles) * BLOCK_M, 0))
-    return index < tl.sum(tiles), expert, place, tl.sum(tl.where(here, stop, 0))
+    return tl.program_id(0) < total * blocks, block, expert, place, tl.sum(tl.where(here, stop, 0))
 
 
 @triton.jit
