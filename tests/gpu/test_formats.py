@@ -8,13 +8,15 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from kernels.moe import grouped_fp8
 from kernels.quantized_weights import QUANTIZERS
 from tests.checkpoints import Shape, make_checkpoint
-from tests.served import EXACT, GOLDEN, GOLDENS, WIDE, assert_served_like, engine_of, read, save, twin_of
+from tests.served import EXACT, GOLDEN, GOLDENS, WIDE, WIDE_EXPERTS, assert_served_like, engine_of, read, save, twin_of
 
 KINDS = (
     *("int4", "int4-asymmetric", "int4-channel", "w8a16", "w8a16-packed", "w8a8", "fp8-tensor", "fp8-channel"),
@@ -59,16 +61,36 @@ def test_a_checkpoint_is_served_as_its_dequantized_twin(
     assert_served_like(twin, engine_of(folder, engine="gpu", dtype="bfloat16"), mean, mean=True)
 
 
-@pytest.mark.parametrize("shape", [WIDE, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("kind", QUANTIZERS)
-def test_plain_weights_are_rounded_on_the_device(kind: str, shape: Shape, tmp_path: Path) -> None:
-    plain, twin = make_checkpoint(tmp_path / "plain", shape), tmp_path / "twin"
-    shutil.copytree(plain, twin, ignore=shutil.ignore_patterns("*.safetensors"))
+def rounded_twin(plain: Path, kind: str, folder: Path) -> Path:
+    """Writes a checkpoint whose layers' weights are those of a plain one, rounded and dequantized."""
+    shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = read(plain)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight") and shape is WIDE:
-            tensors[name] = QUANTIZERS[kind](weight).dequantize(torch.float32)
-        elif name.endswith(GPT2_LINEARS) and shape is GPT2:  # stored as [inputs, outputs]
+        if name.endswith(GPT2_LINEARS):  # stored as [inputs, outputs]
             tensors[name] = QUANTIZERS[kind](weight.t().contiguous()).dequantize(torch.float32).t()
-    save(tensors, twin)
+        elif name.endswith("_proj.weight"):
+            tensors[name] = QUANTIZERS[kind](weight).dequantize(torch.float32)
+    save(tensors, folder)
+    return folder
+
+
+@pytest.mark.parametrize("shape", [WIDE, GPT2, WIDE_EXPERTS], ids=["llama", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_plain_weights_are_rounded_on_the_device(kind: str, shape: Shape, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", shape)
+    twin = rounded_twin(plain, kind, tmp_path / "twin")
     assert_served_like(twin, engine_of(plain, engine="gpu", dtype="float32", quantize=kind), EXACT)
+
+
+def test_experts_of_many_rows_are_served_as_their_dequantized_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs fp8 tensor cores")
+    plain = make_checkpoint(tmp_path / "plain", WIDE_EXPERTS)
+    twin = rounded_twin(plain, "fp8", tmp_path / "twin")
+    monkeypatch.setattr(grouped_fp8, "MIN_ROWS", 1)
+    with mock.patch.object(grouped_fp8, "multiply", wraps=grouped_fp8.multiply) as products:
+        engine = engine_of(plain, engine="gpu", dtype="bfloat16", quantize="fp8")
+        assert_served_like(twin, engine, BFLOAT16, mean=True)
+    assert products.called
