@@ -6,7 +6,6 @@ of fp8 tensor cores. Columns of rows and of weights are in the order of `kernels
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-
 import torch
 import triton
 import triton.language as tl
