@@ -63,7 +63,7 @@ class _Cursor:
         return parts
 
     def take_text(self) -> str | None:
-        """The text that is new; None if there is more to tell a client."""
+        """The text that is new; None if there is more than text for a client."""
         journal = self.journal
         if journal.ending is not None or journal.call_pieces or self.waits != journal.waits:
             return None

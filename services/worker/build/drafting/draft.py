@@ -31,8 +31,10 @@ def draft_head(options: EngineOptions, width: int) -> str | None:
     """The format that the head of a draft model of this width is rounded to, one in which products read it as it is:
     guesses need not be exact, and the head may be half of what each of them reads. None: it stays as it is."""
     kind = options.draft_quantize
-    if kind is None or not options.on_gpu:
-        return kind and "int8"
+    if kind is None:
+        return None
+    if not options.on_gpu:
+        return "int8"
     if options.deterministic or options.numerics.dtype == "float32":
         return None
     return kind if kind in ("int8", "fp8") or (kind == "int4" and width % _INT4_INPUTS == 0) else "int8"
