@@ -2,8 +2,8 @@
 
 The rows of an expert are cut into tiles, as `kernels.moe.routing` has sorted them; which tile of which expert a program
 computes, it finds out on the device. Quantized weights are converted in registers, as in `kernels.linear.packed_gemm`,
-and x is not rounded, except where `kernels.moe.grouped_fp8` serves many rows. On a rank that has some experts of a layer,
-E is the number of these; other entries have no tile.
+and x is not rounded, except where `kernels.moe.grouped_fp8` serves many rows. On a rank that has some experts of a
+layer, E is the number of these; other entries have no tile.
 
     T tokens    E experts    k experts that compute a token    entry t * k + i    N outputs    K inputs
     C chunks of 128 inputs
