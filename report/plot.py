@@ -136,13 +136,13 @@ def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> str:
     for tick in across.ticks():
         at = across(tick)
         parts.append(f'<path d="M{at:.1f} {_TOP}V{bottom}" class="grid"/>')
-        parts.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{_number(tick)}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 21}" text-anchor="middle">{_number(tick)}</text>')
     for tick in up.ticks():
         at = up(tick)
         parts.append(f'<path d="M{_LEFT} {at:.1f}H{right}" class="grid"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     middle = (_TOP + bottom) / 2
-    parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>')
+    parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x.label)}</text>')
     turned = f'transform="rotate(-90 12 {middle})" text-anchor="middle"'
     parts.append(f'<text x="12" y="{middle}" {turned}>{escape(y.label)}</text>')
     return "".join(parts)

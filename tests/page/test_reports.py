@@ -9,6 +9,7 @@ import pytest
 from playwright.async_api import Page
 from typer.testing import CliRunner
 
+from report import html, plot
 from tests.mesh.harness import Mesh
 from tests.page.conftest import SCHEMES, look
 from tests.page.test_playground import CONTRAST
@@ -93,6 +94,14 @@ async def test_the_report_of_a_load(page: Page, mesh: Mesh, reports: Path) -> No
 async def test_the_report_of_a_verification(page: Page, reports: Path) -> None:
     file = reports / "verify.html"
     file.write_text(verify_page(verified()), encoding="utf-8")
+    await check(page, file)
+
+
+async def test_ticks_in_the_corner_of_a_plot_are_apart(page: Page, reports: Path) -> None:
+    file = reports / "corner.html"
+    across = [plot.Line("one", [(120.0, 0.0), (170.0, 90.0)]), plot.Line("two", [(1200.0, 0.0), (1300.0, 90.0)])]
+    plots = [plot.lines([line], plot.Axis("ms", log=True), plot.Axis("requests")) for line in across]
+    file.write_text(html.document("Corners", "", html.cards(plots), {}), encoding="utf-8")
     await check(page, file)
 
 
