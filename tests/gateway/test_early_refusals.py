@@ -12,7 +12,7 @@ from grpc import StatusCode
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import exhausted
-from services.gateway.links import queue_share
+from services.gateway.links import queue_share, unread_submissions
 from tests.gateway.fakes import Answer, FakeMesh, ask, generate, rejected, until
 from tests.gateway.http_client import client
 from tests.gateway.model import ANSWER, LOREM
@@ -104,6 +104,45 @@ async def test_a_queue_that_is_full_anew_has_its_first_requests_read(monkeypatch
         assert was_read(await refused(mesh)), "the queue was not full lately"
         monkeypatch.setattr(queue_share, "_FORGET_S", 1e9)
         assert all([was_read(await refused(mesh)) for _ in range(16)])
+
+
+async def test_while_the_scheduler_is_behind_every_door_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)  # Time passes at any speed here.
+    mesh = FakeMesh(http_port=free_port())
+    scheduler = mesh.scheduler
+    scheduler.counts_submissions = scheduler.hold = True
+    async with mesh, client(mesh) as http_client:
+
+        async def asked() -> Answer:
+            return await generate(mesh.stub, ask(model="fake", cache=api.CACHE_POLICY_BYPASS))
+
+        waiting = [asyncio.ensure_future(asked()) for _ in range(40)]
+        await until(lambda: len(scheduler.submits) == 40)
+
+        async def count(read: int, name: str) -> None:
+            """The gateway has received this count, as it shows a model that was listed after it."""
+            scheduler.send(mesh_pb2.DispatchResponse(heartbeat=mesh_pb2.SchedulerHeartbeat(), submissions_read=read))
+            other = mesh_pb2.ServedModel()
+            other.CopyFrom(mesh.served()[0])
+            other.card.name = name
+            scheduler.serve_models([*mesh.served(), other])
+            while name not in (await http_client.get("/v1/models")).text:  # noqa: ASYNC110 (a public door is asked)
+                await asyncio.sleep(0.01)
+
+        await count(1, "behind")
+        for _ in range(3):
+            answer = await asked()
+            assert answer.error is not None
+            assert answer.error.code() is StatusCode.RESOURCE_EXHAUSTED
+            assert reason_of(answer.error) == "SCHEDULER_OVERLOADED"
+            response = await http_client.post("/v1/completions", json=TEXT | {"model": "fake"})
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "scheduler_overloaded")
+            assert response.headers["retry-after"] == "1"
+        assert len(scheduler.submits) == 40
+        await count(40, "caught up")
+        scheduler.release()
+        assert [answer.error for answer in await asyncio.gather(*waiting)] == [None] * 40
+        assert (await asked()).error is None
 
 
 async def test_a_wrong_key_is_refused_as_one_and_another_tenant_has_its_share(

@@ -195,4 +195,4 @@ async def test_another_connection_counts_from_the_beginning(
         scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=40))
         await until(lambda: not link.refuses)
         scheduler.release()
-        await asyncio.gather(*waiting)
+        assert len(await asyncio.gather(*waiting)) == 40

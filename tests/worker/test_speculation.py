@@ -722,7 +722,7 @@ def test_a_draft_that_catches_up_guesses_with_two_steps_in_flight(
 def test_a_draft_computes_what_the_longest_steady_row_lacks(
     right: tuple[int | None, ...], recomputed: list[int]
 ) -> None:
-    """Of three guesses of each row so many were right; None: the row was not guessed before."""
+    """right: how many of three guesses were right, for each row; None: the row was not guessed before."""
     progress, sequences = draft_model.DraftProgress(4, 512), []
     for key, count in enumerate(right):
         planned = Planned(job(key, prompt_of(9, key), max_tokens=20), key, 4, 64, b"")

@@ -193,7 +193,7 @@ class _Protocol(HttpToolsProtocol):
         if refused is None:
             return False
         status, headers, body = refused
-        # A client that waits for `100 Continue` may send its body or not: the server cannot tell it from a request.
+        # A client that waits for `100 Continue` may send its body or not: it looks like another request.
         stays = self.parser.should_keep_alive() and not self.expect_100_continue
         lines = [*self.server_state.default_headers, (b"content-length", b"%d" % len(body)), *headers]
         if not stays:

@@ -30,12 +30,12 @@ class EarlyRefusal:
         self.refused = 0
         self._access, self._catalog, self._scheduler = access, catalog, scheduler
         self._found = 1.0
-        """Share of answers found in the result cache, among these and requests that a full queue refused."""
+        """Share of answers found in the result cache, among these and requests that the scheduler's link refused."""
         self._noted = _ASSUMED
-        """How many of these there were since the queue is full."""
+        """How many of these there were since it refuses any."""
 
     def note(self, found: bool) -> None:
-        """A request that was read had its answer in the result cache, or else a full queue refused it."""
+        """A request that was read had its answer in the result cache, or else the scheduler's link refused it."""
         self._noted += 1
         self._found += (found - self._found) * max(_WEIGHT, 1 / self._noted)
 
@@ -47,7 +47,7 @@ class EarlyRefusal:
         if self._found >= _FEW:
             return None
         try:
-            error = self._full(self._access.tenant(credentials))
+            error = self._refusal(self._access.tenant(credentials))
         except WeftError:
             return None  # Without a valid key it is refused for that.
         if error is None or random.random() < _FEW:
@@ -55,8 +55,8 @@ class EarlyRefusal:
         self.refused += 1
         return error
 
-    def _full(self, tenant: Tenant) -> WeftError | None:
-        """The refusal by one of the queues, if those of all models that the tenant may use are full."""
+    def _refusal(self, tenant: Tenant) -> WeftError | None:
+        """One of the refusals, if new jobs of all models that the tenant may use are refused."""
         error = None
         for model in self._catalog.generating(tenant):
             error = self._scheduler.refusal(model, tenant.hash)

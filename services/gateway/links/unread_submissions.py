@@ -31,7 +31,7 @@ class UnreadSubmissions:
         self._sent_at.append(now)
 
     def counted(self, read: int, now: float) -> None:
-        """A message of the scheduler has arrived, which had read so many submissions when it sent it."""
+        """A message has arrived. When the scheduler sent it, it had read this number of submissions."""
         while self._read < read and self._sent_at:
             self._sent_at.popleft()
             self._read += 1
