@@ -378,6 +378,18 @@ def test_the_whole_answer_must_end_before_the_deadline(stage: Stage) -> None:
     assert isinstance(stage.submit("bounded", max_tokens=80, deadline_s=0.9), Assigned)
 
 
+def test_a_worker_that_stalls_for_a_moment_has_no_long_answers(stage: Stage) -> None:
+    """All its answers have had the time for their last token, so its credits are free soon."""
+    stage.worker("w1", credits=64)
+    stage.submit("before")
+    stage.report("w1", "before", prefill_rate=1e6, decode_s=0.01, running=0)
+    for job in range(300):
+        stage.submit(f"j{job}", deadline_s=30.0)
+    stage.now += 0.5
+    stage.report("w1", "j0", "j1", prefill_rate=1e6, decode_s=0.01, running=62)
+    assert stage.submit("late", deadline_s=10.0) is None  # It waits.
+
+
 def test_answers_that_take_longer_than_forecast_make_later_forecasts_longer() -> None:
     pace = Pace()
     for _ in range(100):

@@ -135,9 +135,10 @@ class ModelRecord:
         rough_s = wait_s(loads, position)
         if not rough_s or not position.answer_tokens:
             return rough_s
-        each_s = position.answer_tokens * min(load.decode_s for load in loads)
+        token_s = min(load.decode_s for load in loads)
+        each_s = position.answer_tokens * token_s
         place = position.jobs // len(healthy)
-        decoding_s = min(worker.credit_free_s(place, each_s, now) for worker in healthy)
+        decoding_s = min(worker.credit_free_s(place, each_s, token_s, now) for worker in healthy)
         return max(decoding_s, wait_s(loads, position._replace(answer_tokens=0.0)))
 
     def retry_after_s(self, healthy: list[WorkerRecord]) -> float:

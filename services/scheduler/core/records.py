@@ -163,13 +163,14 @@ class WorkerRecord:
         """How many more jobs the worker accepts."""
         return max(0, self.hello.credits - len(self.jobs) - len(self.coming))
 
-    def credit_free_s(self, place: int, each_s: float, now: float) -> float:
+    def credit_free_s(self, place: int, each_s: float, token_s: float, now: float) -> float:
         """Seconds until a credit is free for the job at this place of those that wait (from 0), if each job takes
-        `each_s`. A job that takes much longer may go on for any time: its credit is not counted on."""
+        `each_s`, and `token_s` for each token. A job that takes much longer, and that may have more tokens, may go on
+        for any time: its credit is not counted on."""
         place -= self.free_credits
         if place < 0 or not self.jobs:
             return 0.0
-        long = self._longer_than(LONG * each_s, now)
+        long = self._long(LONG * each_s, token_s, now)
         counted = len(self.jobs) - long
         if not counted:
             long, counted = 0, len(self.jobs)
@@ -177,10 +178,12 @@ class WorkerRecord:
         began = next(itertools.islice(self.jobs.values(), long + place, None)).assigned_at
         return waves * each_s + max(0.0, each_s - (now - began))
 
-    def _longer_than(self, seconds: float, now: float) -> int:
-        """How many jobs have had their credits for longer. Jobs are in the order of assignment."""
-        begun = (job.assigned_at for job in self.jobs.values())
-        return sum(1 for _ in itertools.takewhile(lambda at: now - at > seconds, begun))
+    def _long(self, seconds: float, token_s: float, now: float) -> int:
+        """How many jobs have had their credits for more than these seconds, and may have more tokens: one that had the
+        time for all its tokens ends soon, it or its worker is only slower than forecast. Jobs are in the order of
+        assignment."""
+        older = itertools.takewhile(lambda job: now - job.assigned_at > seconds, self.jobs.values())
+        return sum(now - job.assigned_at < job.submit.max_tokens * token_s for job in older)
 
     def add_job(self, job: JobRecord, now: float) -> None:
         """Gives a job one of the worker's credits."""

@@ -1,6 +1,9 @@
 """Measured times of an engine's steps, to predict the next one. Knows durations, not what took them."""
 
 _WEIGHT = 0.2  # of a new measurement in the running means
+_MOST = 2.0
+"""How many times the mean a step counts at most. A process that the machine stops for a moment has one step of a hundred
+times the mean, and no pace that forecasts could go by; one that is slower for good is known after a few steps."""
 _UNKNOWN_S = 1.0
 
 
@@ -21,7 +24,7 @@ class StepTimes:
     def observe(self, prefill_tokens: int, decodes: bool, elapsed_s: float) -> None:
         """Record a step's prompt tokens, whether it also decoded, and its seconds."""
         if prefill_tokens == 0:
-            self.decode_s = _mean(self.decode_s, elapsed_s)
+            self.decode_s = _mean(self.decode_s, min(elapsed_s, _MOST * self.decode_s or elapsed_s))
             return
         own_s = max(elapsed_s - self.decode_s if decodes else elapsed_s, elapsed_s / 10, 1e-9)
         self.prefill_rate = _mean(self.prefill_rate, prefill_tokens / own_s)
