@@ -2,8 +2,8 @@
 
 _WEIGHT = 0.2  # of a new measurement in the running means
 _MOST = 2.0
-"""How many times the mean a step counts at most. A process that the machine stops for a moment has one step of a hundred
-times the mean, and no pace that forecasts could go by; one that is slower for good is known after a few steps."""
+"""How many times the mean a step counts at most. A process that the machine stops for a moment has one step of a
+hundred times the mean, by which no forecast could go. A pace that stays slower is known after a few steps."""
 _UNKNOWN_S = 1.0
 
 
