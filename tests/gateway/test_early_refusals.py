@@ -12,7 +12,7 @@ from grpc import StatusCode
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import exhausted
-from services.gateway.links import queue_share, unread_submissions
+from services.gateway.links import adaptive_limit, unread_submissions
 from tests.gateway.fakes import Answer, FakeMesh, ask, generate, rejected, until
 from tests.gateway.http_client import client
 from tests.gateway.model import ANSWER, LOREM
@@ -39,7 +39,7 @@ def was_read(answer: Answer) -> bool:
 @asynccontextmanager
 async def crowded(monkeypatch: pytest.MonkeyPatch, key: str = "", **settings: Any) -> AsyncIterator[FakeMesh]:
     """A gateway whose scheduler's queue is full, and which has begun to refuse requests unread."""
-    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
     async with FakeMesh(http_port=free_port(), cache=True, gateway_cache_budget_s=5.0, **settings) as mesh:
         await generate(mesh.stub, ask(), metadata=authorization(key))
         await until(lambda: mesh.cache is not None and len(mesh.cache.results) == 1)
@@ -82,7 +82,7 @@ async def test_requests_for_a_full_queue_are_refused_unread_until_there_is_room(
         for path in ("/v1/models", "/v2/models/fake", "/health"):  # They need no place in a queue.
             assert (await http_client.get(path)).status_code == 200
         assert (await http_client.post("/tokenize", json={"prompt": "hello"})).status_code == 200
-        monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 1e9)
+        monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 1e9)
         mesh.scheduler.decide = None
         assert (await http_client.post("/v1/completions", json=TEXT)).json()["choices"][0]["text"] == LOREM
 
@@ -100,14 +100,15 @@ async def test_requests_are_read_again_once_the_result_cache_has_their_answers(m
 
 async def test_a_queue_that_is_full_anew_has_its_first_requests_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with crowded(monkeypatch) as mesh:
-        monkeypatch.setattr(queue_share, "_FORGET_S", 0.0)
+        monkeypatch.setattr(adaptive_limit, "_FORGET_S", 0.0)
         assert was_read(await refused(mesh)), "the queue was not full lately"
-        monkeypatch.setattr(queue_share, "_FORGET_S", 1e9)
+        monkeypatch.setattr(adaptive_limit, "_FORGET_S", 1e9)
         assert all([was_read(await refused(mesh)) for _ in range(16)])
 
 
 async def test_while_the_scheduler_is_behind_every_door_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
     mesh = FakeMesh(http_port=free_port())
     scheduler = mesh.scheduler
     scheduler.counts_submissions = scheduler.hold = True
@@ -158,13 +159,13 @@ async def test_a_wrong_key_is_refused_as_one_and_another_tenant_has_its_share(
             assert answer.error.code() is StatusCode.UNAUTHENTICATED
         scheduler = mesh.scheduler
         scheduler.hold = True
-        monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 1e9)
+        monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 1e9)
         before = len(scheduler.submits)
         waiting = [asyncio.ensure_future(refused(mesh, KEY)) for _ in range(8)]
         await until(lambda: len(scheduler.submits) == before + 8)
         scheduler.hold = False
         assert was_read(await refused(mesh, KEY))  # The ninth is refused by the scheduler: seven may wait.
-        monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)
+        monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
         before = len(scheduler.submits)
         for _ in range(50):
             was_read(await refused(mesh, KEY))

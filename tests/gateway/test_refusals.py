@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
 from services.errors import WeftError, exhausted
-from services.gateway.links import queue_share
+from services.gateway.links import adaptive_limit
 from services.gateway.text.encoder import Encoder
 from tests.gateway.fakes import FakeMesh, ask, generate, rejected, until
 from tests.gateway.model import ANSWER, BUNDLE, make_card
@@ -169,7 +169,7 @@ async def test_while_the_queue_is_full_requests_are_refused_before_they_are_toke
         return await encode(*what)
 
     monkeypatch.setattr(Encoder, "encode", noted)
-    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
     async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         stored = await generate(mesh.stub, ask())
         assert mesh.cache is not None

@@ -12,7 +12,7 @@ from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_SchedulerServicer_to_server
 from services import rpc
 from services.errors import WeftError, exhausted
-from services.gateway.links import queue_share, unread_submissions
+from services.gateway.links import adaptive_limit, unread_submissions
 from services.gateway.links.scheduler_link import SchedulerLink
 from tests.gateway.fakes import FakeScheduler, rejected, until
 
@@ -113,7 +113,7 @@ async def test_each_disconnect_of_the_scheduler_starts_a_new_timer(
 async def test_while_the_queue_is_full_jobs_are_refused_without_the_scheduler(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
     full = exhausted("QUEUE_FULL", "no room", 0.5)
     async with linked(scheduler) as link:
 
@@ -136,7 +136,7 @@ async def test_while_the_queue_is_full_jobs_are_refused_without_the_scheduler(
 async def test_another_scheduler_is_not_taken_as_full(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
     scheduler.decide = lambda submit: rejected(submit, exhausted("QUEUE_FULL", "no room", 0.5))
     async with linked(scheduler) as link:
         with pytest.raises(WeftError):
@@ -152,6 +152,7 @@ async def test_while_the_scheduler_is_behind_new_jobs_are_refused(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
     scheduler.hold = scheduler.counts_submissions = True
 
     def job(number: int, attempt: int = 1) -> mesh.Submit:
@@ -161,7 +162,7 @@ async def test_while_the_scheduler_is_behind_new_jobs_are_refused(
         await asyncio.wait_for(link.models_known.wait(), 10)
         waiting = [asyncio.create_task(link.submit(job(number))) for number in range(40)]
         await until(lambda: len(scheduler.submits) == 40)
-        assert not link.refuses
+        link.check_room("model 0", "t", False)
         scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=5))
         await until(lambda: link.refuses)
         for number in (40, 41):
@@ -173,7 +174,7 @@ async def test_while_the_scheduler_is_behind_new_jobs_are_refused(
         waiting.append(asyncio.create_task(link.submit(job(42, attempt=2))))
         await until(lambda: len(scheduler.submits) == 41)
         scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=41))
-        await until(lambda: not link.refuses)
+        await until(lambda: link.refusal("model 0", "t") is None)
         scheduler.release()
         assert len(await asyncio.gather(*waiting)) == 41
         assert (await link.submit(job(43))).job_id == "43"
@@ -189,10 +190,10 @@ async def test_another_connection_counts_from_the_beginning(
         waiting = [asyncio.create_task(link.submit(mesh.Submit(job_id=str(n), attempt=1))) for n in range(40)]
         await until(lambda: len(scheduler.submits) == 40)
         scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=1))
-        await until(lambda: link.refuses)
+        await until(lambda: link.refusal("", "t") is not None)
         scheduler.hang_up()
         await until(lambda: len(scheduler.submits) == 80)
         scheduler.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat(), submissions_read=40))
-        await until(lambda: not link.refuses)
+        await until(lambda: link.refusal("", "t") is None)
         scheduler.release()
         assert len(await asyncio.gather(*waiting)) == 40

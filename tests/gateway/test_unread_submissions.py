@@ -1,5 +1,9 @@
 """A scheduler that is behind: many submissions that it has not read for long."""
 
+from collections import deque
+
+import pytest
+
 from services.gateway.links.unread_submissions import BEHIND_S, FEW, UnreadSubmissions
 
 
@@ -12,31 +16,45 @@ def sent(count: int, at: float = 0.0) -> UnreadSubmissions:
 
 
 def test_nothing_is_refused_before_the_scheduler_counts() -> None:
-    assert sent(1000).refusal() is None
+    assert sent(1000).refusal(9.0) is None
 
 
 def test_many_unread_submissions_are_refused_once_they_are_old() -> None:
     unread = sent(FEW + 1)
     unread.counted(1, BEHIND_S)
-    assert unread.refusal() is None
-    unread.counted(1, BEHIND_S + 0.01)
-    error = unread.refusal()
+    assert unread.refusal(BEHIND_S) is None
+    assert not unread.limited(BEHIND_S)
+    now = BEHIND_S + 0.01
+    unread.counted(1, now)
+    error = unread.refusal(now)
     assert error is not None
     assert (error.reason, error.retry_after_s) == ("SCHEDULER_OVERLOADED", 1.0)
-    unread.counted(2, BEHIND_S + 0.02)
-    assert unread.refusal() is None, "a slow network delays a few, too"
+    unread.counted(2, now)
+    assert unread.refusal(now) is None, "a slow network delays a few, too"
+    assert unread.limited(now)
 
 
 def test_the_age_is_that_of_the_oldest_unread_one() -> None:
     unread = sent(FEW)
     for _ in range(FEW):
         unread.sent(1.0)
-    unread.counted(FEW - 1, 1.1)
-    assert unread.refusal() is not None
     unread.counted(FEW, 1.1)
-    assert unread.refusal() is None
+    assert not unread.limited(1.1)
+    unread.counted(FEW, 1.3)
+    assert unread.limited(1.3)
+    assert unread.refusal(1.3) is not None
     unread.counted(2 * FEW, 9.0)
-    assert unread.refusal() is None
+    assert unread.refusal(9.0) is None
+
+
+def test_what_was_unread_is_forgotten() -> None:
+    unread = sent(10 * FEW)
+    unread.counted(1, 1.0)
+    assert unread.refusal(1.0) is not None
+    unread.counted(10 * FEW, 1.1)
+    for _ in range(10 * FEW):
+        unread.sent(20.0)
+    assert unread.refusal(20.0) is None
 
 
 def test_a_count_beyond_what_was_sent_is_harmless() -> None:
@@ -45,4 +63,35 @@ def test_a_count_beyond_what_was_sent_is_harmless() -> None:
     for _ in range(FEW + 3):
         unread.sent(2.0)
     unread.counted(5, 9.0)
-    assert unread.refusal() is not None
+    assert unread.refusal(9.0) is not None
+
+
+@pytest.mark.parametrize("rate", [150.0, 400.0, 2500.0])
+def test_a_gateway_submits_evenly_what_the_scheduler_reads(rate: float) -> None:
+    """Four times as many requests arrive: no wait becomes long, the scheduler always has some to read, and the others
+    are refused at any time instead of all of them now and then."""
+    unread, unseen, waits = UnreadSubmissions(), deque[float](), list[float]()
+    counts: deque[tuple[float, int]] = deque()
+    submitted, read, budget, idle = [0] * 200, 0, 0.0, 0
+    step_s = 0.001
+    for step in range(20_000):
+        now = step * step_s
+        for _ in range(round((step + 1) * 4 * rate * step_s) - round(step * 4 * rate * step_s)):
+            if unread.refusal(now) is None:
+                unread.sent(now)
+                unseen.append(now)
+                submitted[step // 100] += 1
+        budget = min(budget + rate * step_s, 1.0 + rate * step_s)
+        while budget >= 1 and unseen:
+            waits.append(now - unseen.popleft())
+            read, budget = read + 1, budget - 1
+        idle += not unseen
+        counts.append((now + 0.005, read))  # The count arrives later.
+        while counts and counts[0][0] <= now:
+            unread.counted(counts.popleft()[1], now)
+    settled = submitted[50:]
+    assert max(waits) <= 6 * BEHIND_S
+    assert max(waits[len(waits) // 4 :]) <= 2 * BEHIND_S
+    assert idle <= 0.01 * 20_000
+    assert min(settled) >= 0.5 * rate / 10
+    assert max(settled) <= 1.5 * rate / 10

@@ -6,19 +6,13 @@ the scheduler answers, and refuses the others itself: its share of the queue sta
 share falls with each refusal and grows with time, so that the shares of several gateways become equal.
 """
 
-import math
-
 from services.errors import WeftError, exhausted
+from services.gateway.links.adaptive_limit import AdaptiveLimit
 
 QUEUE_FULL = "QUEUE_FULL"
 """The reason of a refusal, by the scheduler or here."""
 _LEFT = 7 / 8
 """Share of the waiting jobs that may wait after a refusal. The queue is never empty for that."""
-_GROWTH_PER_S = 32.0
-"""Jobs a second by which the share grows: the scheduler refuses about as many, a few percent of those that it places.
-Where the jobs of another gateway have filled the queue, this gateway submits the next one after 1/32 s."""
-_FORGET_S = 10.0
-"""Time without a refusal after which any number of jobs may wait again."""
 _SHEDDABLE = 1 / 4
 """Part of the share that sheddable jobs may take: the scheduler, too, sheds them long before its queue is full."""
 
@@ -30,9 +24,7 @@ class QueueShare:
     def __init__(self) -> None:
         self.waiting = 0
         self._of_tenant: dict[str, int] = {}
-        self._most = math.inf
-        """Most jobs that might wait at the last refusal, `_refused_at`."""
-        self._refused_at = -math.inf
+        self._limit = AdaptiveLimit()
         self._retry_after_s = 0.0
 
     def enter(self, tenant: str) -> None:
@@ -49,20 +41,20 @@ class QueueShare:
 
     def refused(self, retry_after_s: float, now: float) -> None:
         """The scheduler has refused a job, which no longer waits, because the queue is full."""
-        self._most = min(self.most(now), self.waiting * _LEFT)
-        self._refused_at, self._retry_after_s = now, retry_after_s
+        self._limit.lower(self.waiting * _LEFT, now)
+        self._retry_after_s = retry_after_s
 
     def forget(self) -> None:
         """Any number of jobs may wait: there is another scheduler."""
-        self._refused_at = -math.inf
+        self._limit.forget()
 
     def was_refused(self, now: float) -> bool:
         """Whether the scheduler has refused a job in the last seconds; then the number of waiting jobs is bounded."""
-        return now - self._refused_at < _FORGET_S
+        return self._limit.active(now)
 
     def most(self, now: float) -> float:
         """How many jobs may wait."""
-        return self._most + _GROWTH_PER_S * (now - self._refused_at) if self.was_refused(now) else math.inf
+        return self._limit.most(now)
 
     def refusal(self, tenant: str, sheddable: bool, now: float) -> WeftError | None:
         """Why a new job is not submitted; None if it is.

@@ -165,22 +165,21 @@ class SchedulerLink:
 
     @property
     def refuses(self) -> bool:
-        """Whether new jobs may be refused here: the scheduler is behind, or has refused a job in the last seconds
+        """Whether new jobs may be refused here: in the last seconds the scheduler was behind, or has refused a job
         because a queue was full."""
         now = time.monotonic()
-        return self._behind() is not None or any(share.was_refused(now) for share in self._shares.values())
-
-    def _behind(self) -> WeftError | None:
-        return self._unread.refusal() if self._unread is not None else None
+        behind = self._unread is not None and self._unread.limited(now)
+        return behind or any(share.was_refused(now) for share in self._shares.values())
 
     def refusal(self, model: str, tenant: str, sheddable: bool = False) -> WeftError | None:
         """Why a new job is refused here: the scheduler is behind, or its queue of this model is full, as far as this
         gateway may fill it. None if it is submitted. `tenant` is the hash of the name."""
         if self.silent:
             return None
+        now = time.monotonic()
         share = self._shares.get(model)
-        full = share.refusal(tenant, sheddable, time.monotonic()) if share is not None else None
-        return full or self._behind()
+        full = share.refusal(tenant, sheddable, now) if share is not None else None
+        return full or (self._unread.refusal(now) if self._unread is not None else None)
 
     def check_room(self, model: str, tenant: str, sheddable: bool) -> None:
         """Raises WeftError if a new job is refused here."""

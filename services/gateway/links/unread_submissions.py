@@ -1,12 +1,14 @@
 """The submissions that the scheduler has not read yet, by its own count. Knows counts and times, never jobs.
 
 A queue that is full is refused by the scheduler, or here in its place. But a scheduler that needs longer for a job than
-the next one takes to arrive never fills its queue: the jobs wait in the connection, where nothing bounds them.
+the next one takes to arrive never fills its queue: the jobs wait in the connection. So once they wait for long there, a
+gateway submits as many jobs as the scheduler reads, and refuses the others.
 """
 
 from collections import deque
 
 from services.errors import WeftError, exhausted
+from services.gateway.links.adaptive_limit import AdaptiveLimit
 
 SCHEDULER_OVERLOADED = "SCHEDULER_OVERLOADED"
 """The reason of a refusal."""
@@ -24,7 +26,9 @@ class UnreadSubmissions:
         self._sent_at: deque[float] = deque()
         """When each unread one was sent, the oldest first."""
         self._read = 0
-        self._behind = False
+        self._marks = ((0.0, 0), (0.0, 0))
+        """Two times not long ago, and how many had been read then."""
+        self._limit = AdaptiveLimit()
 
     def sent(self, now: float) -> None:
         """A job is submitted."""
@@ -35,10 +39,19 @@ class UnreadSubmissions:
         while self._read < read and self._sent_at:
             self._sent_at.popleft()
             self._read += 1
-        self._behind = len(self._sent_at) >= FEW and now - self._sent_at[0] > BEHIND_S
+        (since, before), recent = self._marks
+        if now - recent[0] >= BEHIND_S:
+            self._marks = recent, (now, self._read)
+        behind = len(self._sent_at) >= FEW and now - self._sent_at[0] > BEHIND_S
+        if behind and not self._limit.lowered_within(BEHIND_S, now):  # What a lower limit changes is read later.
+            self._limit.lower((self._read - before) / (now - since) * BEHIND_S, now)
 
-    def refusal(self) -> WeftError | None:
+    def limited(self, now: float) -> bool:
+        """Whether the scheduler was behind in the last seconds; then the number of unread submissions is bounded."""
+        return self._limit.active(now)
+
+    def refusal(self, now: float) -> WeftError | None:
         """Why a new job is not submitted: the scheduler is behind; None if it is submitted."""
-        if not self._behind:
+        if len(self._sent_at) < max(FEW, self._limit.most(now)):
             return None
         return exhausted(SCHEDULER_OVERLOADED, "the scheduler is behind with new requests", _RETRY_S)
