@@ -13,6 +13,12 @@ from services.scheduler.core.placement import (
 )
 from services.scheduler.core.records import JobRecord, WorkerRecord
 
+_TURNAROUND_S = 0.02
+"""Time from the end of a job at a worker until another job gets there in its place: the worker reports every 10 ms, and
+the other job's gateway sends it."""
+_MOST_AHEAD = 0.5
+"""Most jobs that a worker has ahead, as a share of its credits."""
+
 
 class ModelRecord:
     """A model, its workers and its queue. Without a card it is a name that no worker serves yet."""
@@ -69,26 +75,39 @@ class ModelRecord:
     # -- placement --
 
     def has_room(self, workers: list[WorkerRecord]) -> bool:
-        """Whether one of the workers may take a job: it has a free credit and, where roles divide the work, is not one
-        for prompts, whose jobs need a second credit."""
-        free = [worker.hello.role for worker in workers if worker.free_credits]
+        """Whether one of the workers may take a job: it has a free credit, or takes jobs ahead, and, where roles divide
+        the work, is not one for prompts, whose jobs need a second credit."""
+        free = [worker.hello.role for worker in workers if worker.room > -self._ahead(worker)]
         if free.count(Role.PREFILL) < len(free):
             return True
         return bool(free) and all(worker.hello.role is Role.PREFILL for worker in workers)
 
     def choose_worker(self, job: JobRecord, workers: list[WorkerRecord]) -> Choice | None:
-        """The best with a free credit of the workers that are open to a job; None if the job must wait.
+        """The best with a free credit of the workers that are open to a job, or the best that takes jobs ahead if none
+        has; None if the job must wait.
 
         A job with an adapter rather goes to a worker in whose device memory it is. A suspect stays at one worker.
         """
+        free = any(worker.room > 0 for worker in workers)
         candidates = [
-            Candidate(w.id, w.backlog_blocks, len(w.jobs), w.is_cold(job), w.hello.role, w.free_credits > 0)
+            Candidate(
+                w.id, w.backlog_blocks, len(w.jobs), w.is_cold(job), w.hello.role,
+                w.room > (0 if free else -self._ahead(w)),
+            )
             for w in workers
-        ]
+        ]  # fmt: skip
         matched = self.index.match(job.submit.block_keys)
         divisible = job.submit.divisible and not job.need.suspect
         choice = choose_stages(candidates, self.blocks(job), matched, divisible)
         return choice and choice._replace(source=self._source(choice, workers, matched))
+
+    def _ahead(self, worker: WorkerRecord) -> int:
+        """How many jobs more than its credits a worker takes: as many as it ends in the time that a credit takes to
+        come back with another job, so that it never runs fewer than it can. For long answers that is none."""
+        residence_s = self.lengths.mean * worker.last_report.decode_s * self.pace.factor
+        if not residence_s or worker.hello.role is not Role.BOTH:
+            return 0
+        return int(worker.hello.credits * min(_TURNAROUND_S / residence_s, _MOST_AHEAD))
 
     def _source(self, choice: Choice, workers: list[WorkerRecord], matched: dict[str, int]) -> str:
         """host:port of the worker that holds the most of a prompt, if that is worth fetching."""
@@ -156,6 +175,8 @@ class ModelRecord:
             report = worker.last_report
             prefill_s = uncached / report.prefill_rate if report.prefill_rate else 0.0
             self.pace.add(prefill_s + tokens * report.decode_s, now - job.assigned_at)
+        if worker is not None:
+            worker.begin_next(now)
 
     def _load(self, worker: WorkerRecord, uncached_tokens: int) -> WorkerLoad:
         return WorkerLoad(

@@ -159,21 +159,27 @@ class WorkerRecord:
     # -- credits --
 
     @property
+    def room(self) -> int:
+        """Credits less jobs: how many more jobs the worker runs at once. Negative while it has jobs ahead."""
+        return self.hello.credits - len(self.jobs) - len(self.coming)
+
+    @property
     def free_credits(self) -> int:
-        """How many more jobs the worker accepts."""
-        return max(0, self.hello.credits - len(self.jobs) - len(self.coming))
+        """Credits without a job."""
+        return max(0, self.room)
 
     def credit_free_s(self, place: int, each_s: float, token_s: float, now: float) -> float:
         """Seconds until a credit is free for the job at this place of those that wait (from 0), if each job takes
         `each_s`, and `token_s` for each token. A job that takes much longer, and that may have more tokens, may go on
         for any time: its credit is not counted on."""
-        place -= self.free_credits
+        place -= self.room
         if place < 0 or not self.jobs:
             return 0.0
+        running = min(len(self.jobs), self.hello.credits)
         long = self._long(LONG * each_s, token_s, now)
-        counted = len(self.jobs) - long
-        if not counted:
-            long, counted = 0, len(self.jobs)
+        counted = running - long
+        if counted <= 0:
+            long, counted = 0, running
         waves, place = divmod(place, counted)
         began = next(itertools.islice(self.jobs.values(), long + place, None)).assigned_at
         return waves * each_s + max(0.0, each_s - (now - began))
@@ -182,7 +188,8 @@ class WorkerRecord:
         """How many jobs have had their credits for more than these seconds, and may have more tokens: one that had the
         time for all its tokens ends soon, it or its worker is only slower than forecast. Jobs are in the order of
         assignment."""
-        older = itertools.takewhile(lambda job: now - job.assigned_at > seconds, self.jobs.values())
+        running = itertools.islice(self.jobs.values(), self.hello.credits)
+        older = itertools.takewhile(lambda job: now - job.assigned_at > seconds, running)
         return sum(now - job.assigned_at < job.submit.max_tokens * token_s for job in older)
 
     def add_job(self, job: JobRecord, now: float) -> None:
@@ -198,6 +205,11 @@ class WorkerRecord:
         """Counts prompt tokens that were just assigned, until a report includes them."""
         self._unreported.append(UnreportedPrompt(now, prompt_tokens))
         self._unreported_tokens += prompt_tokens
+
+    def begin_next(self, now: float) -> None:
+        """A job has ended: the first of those that the worker has ahead takes its place there."""
+        for job in itertools.islice(self.jobs.values(), self.hello.credits, self.hello.credits + 1):
+            job.assigned_at = now
 
     def remove_job(self, job: JobRecord) -> None:
         """Takes a job's credit back."""
