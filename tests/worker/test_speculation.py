@@ -413,6 +413,39 @@ def test_the_depth_settles_near_the_best_one(rate: float, slope: float) -> None:
     assert speeds >= 0.97 * speed(0), "speculation made it slower"
 
 
+def run_guesses(rows: int, rate: float, plain_ms: float, pass_ms: float, guess_ms: float) -> float:
+    """Tokens a second, as a multiple of those without guesses. A step takes `pass_ms` for each pass of a draft, and
+    `guess_ms` for each guess."""
+    dice, chooser = random.Random(rows), DepthChooser(8)
+    answers = [Acceptance() for _ in range(rows)]
+    spent_ms = tokens = 0.0
+    for step in range(1500):
+        guesses = [0] * rows
+        if chooser.pays(rows) or not chooser.rest(rows):
+            guesses = chooser.choose(rows, [each.rate(chooser.mean_rate) for each in answers], [8] * rows)
+        step_ms = plain_ms + max(guesses) * pass_ms + sum(guesses) * guess_ms
+        for answer, drafted in zip(answers, guesses, strict=True):
+            accepted = next((place for place in range(drafted) if dice.random() >= rate), drafted)
+            if drafted:
+                answer.observe(drafted, accepted)
+                chooser.observe_guesses(drafted, accepted)
+            else:
+                answer.fade()
+            tokens += (1 + accepted) * (step >= 300)
+        chooser.observe_step(rows, max(guesses), step_ms * dice.uniform(0.98, 1.02) / 1e3)
+        spent_ms += step_ms * (step >= 300)
+    return tokens / spent_ms * plain_ms / rows
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize(("rows", "costs"), [(4, (4.1, 0.6, 0.045)), (16, (4.6, 0.75, 0.047)), (64, (6.8, 1.1, 0.06))])
+def test_guesses_cost_no_throughput_where_each_depth_has_a_price(
+    rows: int, costs: tuple[float, float, float], rate: float
+) -> None:
+    """The price of a pass is paid once for all answers: few guesses of many answers would not be worth it."""
+    assert run_guesses(rows, rate, *costs) >= 0.98
+
+
 def test_a_depth_that_pays_is_found_behind_one_that_does_not() -> None:
     """A guess has a price of its own, and the first measurements may have been bad luck."""
     chooser = DepthChooser(8)

@@ -13,6 +13,8 @@ _OWN_DECAY, _PRIOR_WEIGHT = 0.95, 4.0
 _FIRST_RATE = 0.6
 _OPTIMISM = 1.02
 """Assumed time of a depth that was not measured, as a multiple of the time of the one below it: it is tried."""
+_OWN_PART = 0.5
+"""Part of a wider step's additional time that depends on how many guesses it has, and not on the longest alone."""
 _TRIALS = 3
 """Steps of a new depth after its first one before it is judged, by the fastest of them: the first are slow."""
 PROBE_STEPS = 128
@@ -174,13 +176,14 @@ class DepthChooser:
         return times.seconds.get(below, 1.0) * _OPTIMISM ** (depth - below)
 
     def _cut(self, times: _Times, depth: int, rows: int, rates: Sequence[float], room: Sequence[int]) -> list[int]:
-        """The guesses of each answer at this depth: those whose chance is worth their part of the wider step."""
+        """The guesses of each answer at this depth: those whose chance is worth their part of the wider step. The rest is
+        the price of the depth, however many answers are guessed so far: the passes of a draft."""
         chosen = [min(depth, most) for most in room]
         if not depth:
             return chosen
         base = self._seconds(times, 0)
         dearer = max(self._seconds(times, depth) / base - 1, 0.0) / depth  # of one guess for each row
-        least = dearer * len(rates) / rows
+        least = _OWN_PART * dearer * len(rates) / rows
         for index, rate in enumerate(rates):
             worth = chosen[index]
             while worth and rate**worth < least:
