@@ -176,8 +176,8 @@ class DepthChooser:
         return times.seconds.get(below, 1.0) * _OPTIMISM ** (depth - below)
 
     def _cut(self, times: _Times, depth: int, rows: int, rates: Sequence[float], room: Sequence[int]) -> list[int]:
-        """The guesses of each answer at this depth: those whose chance is worth their part of the wider step. The rest is
-        the price of the depth, however many answers are guessed so far: the passes of a draft."""
+        """The guesses of each answer at this depth: those whose chance is worth their part of the wider step. The rest
+        is the price of the depth, however many answers are guessed so far: the passes of a draft."""
         chosen = [min(depth, most) for most in room]
         if not depth:
             return chosen
