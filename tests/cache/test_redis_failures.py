@@ -296,7 +296,7 @@ async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor)
             assert not await door.put(key_of(1), result_of(1))
             proxy.garbage = b""
             await asyncio.sleep(1.0)
-            assert await until_hit_after_store(door) < 1.0
+            assert await until_hit_after_store(door) < BACK_S
 
 
 @timely
