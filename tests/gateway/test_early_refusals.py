@@ -1,6 +1,8 @@
 """While the queues of a tenant's models are full, its requests are refused before they are read."""
 
 import asyncio
+import gc
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 from grpc import StatusCode
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
@@ -85,6 +89,29 @@ async def test_requests_for_a_full_queue_are_refused_unread_until_there_is_room(
         monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 1e9)
         mesh.scheduler.decide = None
         assert (await http_client.post("/v1/completions", json=TEXT)).json()["choices"][0]["text"] == LOREM
+
+
+async def test_a_refused_request_leaves_nothing_to_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("Exchange", "WeftError", "AdmittedRequest", "_ServicerContext", "RPCState", "AbortError")
+
+    def left() -> Counter[str]:
+        return Counter(name for each in gc.get_objects() if (name := type(each).__name__) in kinds)
+
+    async with crowded(monkeypatch) as mesh, client(mesh) as http_client:
+        health: Any = HealthStub(mesh.channel)
+        gc.collect()
+        before = left()
+        gc.disable()
+        try:
+            answers = [await refused(mesh) for _ in range(200)]
+            assert 0 < sum(map(was_read, answers)) < 100
+            responses = [await http_client.post("/v1/completions", json=TEXT) for _ in range(100)]
+            assert {"weft-receipt" in response.headers for response in responses} == {True, False}
+            del answers, responses
+            await health.Check(HealthCheckRequest())  # gRPC keeps the last call of all.
+            await until(lambda: all(left()[kind] <= before[kind] + 1 for kind in kinds), 5)
+        finally:
+            gc.enable()
 
 
 async def test_requests_are_read_again_once_the_result_cache_has_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:

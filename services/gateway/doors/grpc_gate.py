@@ -9,7 +9,7 @@ from grpc import aio
 
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials, Refusal, method_denied
-from services.interceptor import rebuilt
+from services.interceptor import rebuilt, set_status
 
 RECEIPT_KEY = "weft-receipt-bin"
 """The trailing metadata that has the serialized receipt."""
@@ -91,17 +91,16 @@ class RefusalInterceptor(aio.ServerInterceptor):
         kind, refusal = known
         error = refusal(credentials_of(handler_call_details.invocation_metadata))
         if error is not None:
-            return rebuilt(kind, _aborting(error.code, error.reason, error.message, error.retry_after_s))
+            return rebuilt(kind, _refusing(error.code, error.reason, error.message, error.retry_after_s))
         return handler or await continuation(handler_call_details)
 
 
 @lru_cache(maxsize=16)
-def _aborting(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float) -> Any:
+def _refusing(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float) -> Any:
     """What handles a call that fails with this error: most refusals are like the one before them."""
-    status: Any = WeftError(code, reason, message, retry_after_s=retry_after_s).status()
-    refusal = status.code, status.details, tuple(status.trailing_metadata)
+    status = WeftError(code, reason, message, retry_after_s=retry_after_s).status()
 
-    async def abort(request: object, context: Any) -> None:
-        await context.abort(*refusal)
+    async def refuse(request: object, context: Any) -> None:
+        set_status(context, status)
 
-    return abort
+    return refuse

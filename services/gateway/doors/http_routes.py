@@ -142,6 +142,7 @@ class _Endpoint:
                 raise refusal
             await self._handler(exchange)
         except WeftError as error:
+            error.with_traceback(None)  # Its frames hold the error: only the garbage collector would free both.
             await exchange.fail(error)
         except ClientGone:
             exchange.status = 499  # As nginx counts it.
