@@ -6,7 +6,6 @@ Knows gRPC, nothing of the services.
 import asyncio
 import contextlib
 import errno
-import gc
 import ipaddress
 import signal
 import socket
@@ -322,17 +321,6 @@ def stop_requested() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, event.set)
     return event
-
-
-def freeze_objects(young: int = 700) -> None:
-    """Excludes all current objects from garbage collection; to be called when a process starts to serve.
-
-    They live as long as the process, and a full collection stops all threads (150 ms for the imports of a worker).
-    `young`: new objects after which a collection looks for cycles among them.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(young, *gc.get_threshold()[1:])
 
 
 def _variable(place: Sequence[int | str]) -> Iterator[str]:

@@ -27,7 +27,7 @@ from bench.engine.limits import LEAST, Limits, limits_for
 from bench.engine.loop import CONTEXT, STEPS, Cell, Driver, closed, first_token_times
 from bench.kernels.timing import ceilings
 from report import machine
-from services.rpc import freeze_objects
+from services.process import keep_pauses_short
 from services.worker.build.choose import build_engine
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
@@ -98,7 +98,7 @@ def of_grid(model: str, quantize: str | None, grid: str, cells: list[str]) -> No
     config, embedding = built.config, 2 * built.config.vocab_size * built.config.hidden_size
     weights = built.engine.memory.weights - (0 if config.tied_embeddings else embedding)
     limits = limits_for(config, weights, measured, fp8=quantize == "fp8")
-    freeze_objects()
+    keep_pauses_short()
     for name in cells:
         cell = CELLS[name](driver)
         print(json.dumps({"cell": name, **(shares(cell, name, limits, tensor) if pipeline == 1 else cell)}), flush=True)

@@ -29,7 +29,7 @@ from bench.engine.limits import LEAST, limits_of
 from bench.engine.loop import CONTEXT, STEPS, Cell, Loop, closed, decode, mixed, prefill, prefill_on_and_on
 from bench.kernels.timing import ceilings, sustained
 from report import machine
-from services.rpc import freeze_objects
+from services.process import keep_pauses_short
 from services.worker.build.choose import build_engine
 from services.worker.job import Job, SamplingParams
 from services.worker.loader import presets, streaming
@@ -162,7 +162,7 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
     progress("end", 0, 0)
     print(f"{model}: {engine.memory}", flush=True)
     loop = Loop(engine, limits_of(engine, limits, bits == "fp8"))
-    freeze_objects()
+    keep_pauses_short()
     return loop, {**phases, "start s": time.perf_counter() - began}
 
 

@@ -2,7 +2,7 @@
 
 import structlog
 
-from services import rpc, telemetry
+from services import process, rpc, telemetry
 from services.cache.metrics import metrics_of
 from services.cache.service import service
 from services.cache.settings import CacheSettings
@@ -34,7 +34,7 @@ async def main() -> None:
             metrics_port=settings.metrics_port,
             mesh_id=settings.mesh_id,
         )
-        rpc.freeze_objects()
+        process.keep_pauses_short()
         await server.ready()
         log.info("ready", port=server.port)
         await stop.wait()

@@ -38,9 +38,6 @@ log = structlog.get_logger("gateway")
 _REPORT_S = 1.0
 _KEEP_S = 5.0
 """Time between two looks for links that are needed no more."""
-_YOUNG = 20_000
-"""New objects after which the garbage collector looks for cycles: those of about 100 requests. A request that ends well
-leaves none; Python's default of 700 looks through the running requests several times for each new one."""
 READY = "weft.v1.Gateway"
 """The name in the health service for readiness probes: it does not depend on workers."""
 
@@ -199,7 +196,7 @@ async def main() -> None:
     member = Member.from_arguments(sys.argv[1:], stop)
     try:
         async with gateway(settings, member, fail):
-            rpc.freeze_objects(_YOUNG)
+            process.keep_pauses_short()
             await stop.wait()
             log.info("draining", seconds=settings.drain_s)
     except TenantsFileError as error:

@@ -5,7 +5,7 @@ import time
 
 import structlog
 
-from services import rpc, telemetry
+from services import process, rpc, telemetry
 from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.service import service
 from services.scheduler.settings import SchedulerSettings
@@ -31,7 +31,7 @@ async def main() -> None:
         metrics_port=settings.metrics_port,
         mesh_id=settings.mesh_id,
     )
-    rpc.freeze_objects()
+    process.keep_pauses_short()
     await server.ready()
     log.info("ready", port=server.port, epoch=epoch)
     clock = asyncio.create_task(servicer.run_clock())

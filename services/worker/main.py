@@ -190,7 +190,7 @@ def _open_jobs(
 
 async def _ready(server: rpc.Server, startup: Startup) -> None:
     startup.phase = READY
-    rpc.freeze_objects()
+    process.keep_pauses_short()
     await server.ready()
 
 
