@@ -10,12 +10,14 @@ import ipaddress
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from grpc import aio
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
@@ -42,6 +44,8 @@ INTERNAL_MESSAGE_BYTES."""
 INTERNAL_MESSAGE_BYTES = 16 << 20
 """Largest message between services, and largest answer of the gateway: 16 MiB, serialized."""
 _MOST_PORT = 65_535
+_REQUESTED_CALLS = 16
+"""Calls that a server asks gRPC for at a time."""
 
 # Clients may ping an idle connection twice a second, and so detect a hung peer within about a second.
 _SERVER_OPTIONS = [
@@ -195,7 +199,7 @@ async def serve(
     traced = frozenset(service.name for service in services if service.traced)
     roles = [RoleInterceptor()] if public is None and identity.protected else []
     errors = ErrorInterceptor(counts, traced, [MeshCheck(mesh_id), *checks])
-    server = _with_one_queue(aio.server(interceptors=[*gates, errors, *roles], options=arguments))
+    server = aio.server(interceptors=[*gates, errors, *roles], options=arguments)
     states = _Health(mesh_id)
     names = []
     for service in services:
@@ -215,18 +219,46 @@ async def serve(
     return result
 
 
-def _with_one_queue(server: aio.Server) -> aio.Server:
-    """The server, which will accept the calls of all methods from one queue, in the order of their arrival.
+class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
+    """gRPC's server of asyncio, with one queue for the calls of all methods and many calls accepted at a time.
 
-    Since 1.84 gRPC has a queue for each method that generated code registers, and one task that waits for all of them,
-    which costs each call processor time (github.com/grpc/grpc/pull/43461), and no call waits behind those of others.
+    Generated code also registers each method, which since 1.84 gives it a queue of its own: one task waits for all of
+    them, which costs each call processor time (github.com/grpc/grpc/pull/43461). And gRPC asks for the next call once
+    it has accepted the last one, which takes five turns of the event loop: beside streams, calls wait for that.
     """
 
-    def leave_unregistered(service_name: str, method_handlers: Mapping[str, Any]) -> None:
-        """Generated code adds the same handlers as generic ones, too."""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._requests: deque[asyncio.Future[Any]] = deque()
+        """The next calls, in the order of their arrival: those that have arrived are done."""
+        self._closing = False
 
-    server.add_registered_method_handlers = leave_unregistered  # type: ignore[method-assign]
-    return server
+    def add_registered_method_handlers(self, handlers: Mapping[str, Any]) -> None:
+        """Does nothing: generated code adds the same handlers as generic ones, too."""
+
+    def _make_request_call_future(self, method: bytes | None) -> "asyncio.Future[Any]":
+        """The next call. No method is registered."""
+        while not self._closing and len(self._requests) < _REQUESTED_CALLS:
+            self._requests.append(super()._make_request_call_future(method))
+        return self._requests.popleft() if self._requests else super()._make_request_call_future(method)
+
+    async def shutdown(self, grace: float | None) -> None:
+        """Shuts down. Calls that have arrived and are not accepted are refused: they would wait for all others."""
+        self._closing = True
+        refusals = [asyncio.create_task(_refuse(request)) for request in self._requests]
+        self._requests.clear()
+        await super().shutdown(grace)
+        await asyncio.gather(*refusals)
+
+
+async def _refuse(request: "asyncio.Future[Any]") -> None:
+    """Refuses a call, unless the server ends before it arrives, or the call has ended."""
+    with contextlib.suppress(Exception):  # gRPC has no public names for these.
+        context: Any = cygrpc._ServicerContext(await request, None, None, asyncio.get_running_loop())
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+
+cygrpc.AioServer = _AioServer
 
 
 class _Health(health.aio.HealthServicer):

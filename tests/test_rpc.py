@@ -1,0 +1,94 @@
+"""A server's calls: many are accepted in a few turns of its event loop, and none is left over when it stops."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from protos import inference_pb2 as api
+from protos.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
+from services import rpc
+
+CALLS = 96
+DRAIN_S = 60.0
+
+
+class Turns:
+    """Counts turns of the event loop, each of which takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.accepted_at: list[int] = []
+        """The turns in which calls reached the handler."""
+
+    async def ListModels(self, request: api.ListModelsRequest, context: Any) -> api.ListModelsResponse:
+        """Notes the turn."""
+        self.accepted_at.append(self.turn)
+        return api.ListModelsResponse()
+
+    def __getattr__(self, name: str) -> Any:
+        """The other methods, which nothing calls."""
+
+    async def count(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.turn += 1
+            time.sleep(1e-3)  # noqa: ASYNC251 - other tasks of this loop take as long
+            await asyncio.sleep(0)
+
+
+@contextmanager
+def calls_from_a_thread(port: int) -> Iterator[list[Any]]:
+    """Calls of another thread, all sent at once."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        grpc.channel_ready_future(channel).result(30)
+        stub: Any = InferenceStub(channel)
+        yield [stub.ListModels.future(api.ListModelsRequest(), timeout=2 * DRAIN_S) for _ in range(CALLS)]
+
+
+@pytest.fixture
+def turns() -> Turns:
+    """The servicer."""
+    return Turns()
+
+
+async def served(turns: Turns) -> rpc.Server:
+    """A running server."""
+    return await rpc.serve("127.0.0.1:0", [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, turns)])
+
+
+async def test_a_call_is_accepted_within_a_few_turns_of_the_event_loop(turns: Turns) -> None:
+    server = await served(turns)
+    counting = asyncio.create_task(turns.count())
+
+    def all_answered() -> None:
+        with calls_from_a_thread(server.port) as calls:
+            for call in calls:
+                call.result()
+
+    await asyncio.to_thread(all_answered)
+    counting.cancel()
+    await server.stop(0)
+    assert turns.accepted_at[-1] - turns.accepted_at[0] < 3 * CALLS
+
+
+async def test_calls_that_arrive_as_a_server_stops_do_not_wait_for_its_end(turns: Turns) -> None:
+    server = await served(turns)
+
+    def ended_s() -> float:
+        began = time.monotonic()
+        with calls_from_a_thread(server.port) as calls:
+            codes = [call.code() for call in calls]  # Waits for the end of each.
+            assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+            return time.monotonic() - began
+
+    calling = asyncio.create_task(asyncio.to_thread(ended_s))
+    while not turns.accepted_at:  # noqa: ASYNC110 - the loop must turn
+        await asyncio.sleep(0)
+    time.sleep(0.2)  # noqa: ASYNC251 - calls arrive meanwhile
+    await server.stop(DRAIN_S)
+    assert await calling < DRAIN_S / 2
