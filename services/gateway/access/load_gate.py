@@ -27,8 +27,8 @@ BUSIEST = 0.93
 _SATURATED = 0.98
 FEW_PER_S = 100.0
 """Calls per second that take a few percent of the time: to refuse some of them would gain nothing."""
-LONGEST_WAIT_S = 0.15
-"""Time that calls may wait before they are seen. Beside busy processes they wait up to 0.1 s, whatever is refused."""
+LONGEST_WAIT_S = 0.05
+"""Time that calls may wait before they are seen. Beside busy processes some wait as long, whatever is refused."""
 _AVERAGED_S = 1.0
 """Time over which calls are counted: a wave of 64 clients, one call each, is no overload."""
 PATIENCE = 4
@@ -65,7 +65,7 @@ class AdmittedShare:
         elif busy > BUSIEST:
             self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
         elif not shorter:  # Else the share is small enough: fewer calls wait than before.
-            self.share = min(self.share, max(_LEAST_LATE, self.share * _SLOW_FALL))
+            self.share = min(self.share, max(_LEAST_LATE, self.share * max(_FALL, LONGEST_WAIT_S / wait_s)))
         self.share = min(1.0, max(_LEAST, self.share))
         return self.share
 
