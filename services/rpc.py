@@ -10,6 +10,7 @@ import ipaddress
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ INTERNAL_MESSAGE_BYTES = 16 << 20
 _MOST_PORT = 65_535
 _REQUESTED_CALLS = 16
 """Calls that a server asks gRPC for at a time."""
+_LAST_CALLS_S = 1.0
+"""Time that a server which stops takes at the most to accept the calls that have arrived."""
+_ARRIVAL_S = 0.01
+"""Time without another call after which none is left."""
 
 # Clients may ping an idle connection twice a second, and so detect a hung peer within about a second.
 _SERVER_OPTIONS = [
@@ -243,7 +248,14 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         return self._requests.popleft() if self._requests else super()._make_request_call_future(method)
 
     async def shutdown(self, grace: float | None) -> None:
-        """Shuts down. Calls that have arrived and are not accepted are refused: they would wait for all others."""
+        """Accepts the calls that have arrived, for a second at most, and shuts down.
+
+        gRPC itself would end them with CANCELLED, and those of `_requests` after all others.
+        """
+        deadline = time.monotonic() + _LAST_CALLS_S
+        await asyncio.sleep(_ARRIVAL_S)
+        while any(call.done() for call in self._requests) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event ends it
+            await asyncio.sleep(_ARRIVAL_S)
         self._closing = True
         refusals = [asyncio.create_task(_refuse(request)) for request in self._requests]
         self._requests.clear()
