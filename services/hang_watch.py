@@ -1,13 +1,14 @@
 """Logs where every thread is when a process makes no progress. Knows no service; logs names of code alone, no values.
 
 A thread runs its checks once a second, and logs a hang once until it has ended. A call of C code that holds the GIL
-stops this thread, too: then `faulthandler` writes the stacks to stderr, once after GIL_S.
+stops this thread, too: then `faulthandler` writes the stacks to stderr, once after GIL_S or a little later.
 """
 
 import asyncio
 import contextlib
 import contextvars
 import faulthandler
+import math
 import sys
 import threading
 import time
@@ -26,6 +27,9 @@ LOOP_S = 2.0
 """Seconds without a callback after which an event loop is blocked."""
 INTERVAL_S = 1.0
 GIL_S = 10.0
+_ARMED_S = 5.0
+"""Time between two calls of `faulthandler`, each of which stops all threads until a thread of its own has ended: up to
+10 ms on a busy machine."""
 _OVERSLEPT_S = 0.5
 """Seconds by which this thread wakes too late if the process was suspended: no check runs then."""
 _MOST_FRAMES = 40
@@ -97,11 +101,12 @@ def stacks() -> dict[str, list[str]]:
 
 def _watch(checks: tuple[Check, ...], interval_s: float, stop: threading.Event) -> None:
     hanging = [False] * len(checks)
-    at = time.monotonic()
+    at, armed_at = time.monotonic(), -math.inf
     while not stop.wait(interval_s):
-        if sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(GIL_S, file=sys.__stderr__)
         now = time.monotonic()
+        if sys.__stderr__ is not None and now - armed_at > _ARMED_S:
+            faulthandler.dump_traceback_later(GIL_S + _ARMED_S, file=sys.__stderr__)
+            armed_at = now
         overslept, at = now - at - interval_s > _OVERSLEPT_S, now
         if overslept:
             continue

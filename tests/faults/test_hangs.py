@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,16 @@ from tests.mesh.harness import Process
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
+_HOLDS_THE_LOCK = """
+import ctypes, time
+from services import hang_watch
+hang_watch.GIL_S, hang_watch._ARMED_S = 0.4, 0.2
+def stay():
+    with hang_watch.watching(interval_s=0.1):
+        time.sleep(0.5)
+        ctypes.PyDLL(None).usleep(5_000_000)
+stay()
+"""
 STUCK = 5999
 """The token id at which the failpoint stops the engine."""
 
@@ -28,6 +39,14 @@ def block_until(logged: list[Any], count: int) -> None:
     while len(logged) < count and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.1)
+
+
+async def test_the_stacks_are_on_stderr_once_if_c_code_keeps_pythons_lock() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", _HOLDS_THE_LOCK, stderr=asyncio.subprocess.PIPE)
+    _, written = await child.communicate()
+    assert child.returncode == 0
+    assert written.count(b"Timeout (") == 1
+    assert b" in stay" in written
 
 
 async def test_a_blocked_event_loop_is_logged_once_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
