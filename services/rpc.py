@@ -232,8 +232,8 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
     it has accepted the last one, which takes five turns of the event loop: beside streams, calls wait for that.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._requests: deque[asyncio.Future[Any]] = deque()
         """The next calls, in the order of their arrival: those that have arrived are done."""
         self._closing = False
@@ -254,7 +254,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         """
         deadline = time.monotonic() + _LAST_CALLS_S
         await asyncio.sleep(_ARRIVAL_S)
-        while any(call.done() for call in self._requests) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event ends it
+        while any(call.done() for call in self._requests) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_ARRIVAL_S)
         self._closing = True
         refusals = [asyncio.create_task(_refuse(request)) for request in self._requests]
