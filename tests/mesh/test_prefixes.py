@@ -1,6 +1,7 @@
 """Prefixes outlive the worker that computed them, and no failure of link, cache or Redis changes or loses a token."""
 
 import asyncio
+import itertools
 import random
 import re
 import signal
@@ -29,6 +30,8 @@ WORKER = {"WEFT_DETERMINISTIC": "true", "WEFT_THREADS": "1", "WEFT_STEP_TOKENS":
 SENTENCE = "the king had a young daughter who went into dark woods to find her brother and an old white horse"
 PATTERN = "weft:1:{block}:*"
 TALES = 4
+_OWN_NUMBERS = itertools.count(100)
+"""Of tales that no worker knows, nor one of a repetition of a test."""
 SETTLE_S = 30.0
 SLOW = 3e5
 """Bytes a second of a link over which a tale takes longer than its computation."""
@@ -173,15 +176,16 @@ async def test_a_restarted_worker_starts_warm(stage: Stage) -> None:
         assert bypass.receipt.prefill_tokens == bypass.receipt.prompt_tokens
 
 
-async def test_a_prefix_of_another_living_worker_is_used(stage: Stage) -> None:
+async def test_prefixes_of_another_living_worker_are_used(stage: Stage) -> None:
+    before = len(await stage.blocks())
+    new = [request(next(_OWN_NUMBERS)) for _ in range(3)]
     async with stage.worker() as first:
-        new = request(100)
-        computed = await generate(stage.stub, new)
-        assert computed.receipt.fetched_tokens == 0
-        count = len(stage.cold) * (stage.cold[0].receipt.prompt_tokens // 16)
+        computed = [await generate(stage.stub, each) for each in new]
+        assert [each.receipt.fetched_tokens for each in computed] == [0, 0, 0]
+        wanted = before + sum(each.receipt.prompt_tokens // 16 for each in computed)
 
         async def stored() -> bool:
-            return len(await stage.blocks()) > count + 32
+            return len(await stage.blocks()) >= wanted
 
         await until(stored)
         async with stage.worker():
@@ -191,10 +195,12 @@ async def test_a_prefix_of_another_living_worker_is_used(stage: Stage) -> None:
             await started.wait()
             assert first.popen is not None
             first.popen.terminate()  # The worker drains: new jobs go to the other one.
-            answer = await generate(stage.stub, new)
-            check(answer, computed)
-            assert answer.receipt.workers != computed.receipt.workers
-            assert answer.receipt.fetched_tokens > 0
+            answers = [await generate(stage.stub, each) for each in new]
+            for answer, expected in zip(answers, computed, strict=True):
+                check(answer, expected)
+                assert answer.receipt.workers[-1] != expected.receipt.workers[-1]
+            # A busy machine may compute one rather than wait for it.
+            assert any(answer.receipt.fetched_tokens > 0 for answer in answers)
             assert len((await busy).ids) == 600
 
 
