@@ -28,8 +28,8 @@ LOOP_S = 2.0
 INTERVAL_S = 1.0
 GIL_S = 10.0
 _ARMED_S = 5.0
-"""Time between two calls of `faulthandler`, each of which stops all threads until a thread of its own has ended: up to
-10 ms on a busy machine."""
+"""Seconds between two calls of `faulthandler`. Each call stops all threads until the timer thread of the call before it
+has ended: for up to 10 ms on a busy machine."""
 _OVERSLEPT_S = 0.5
 """Seconds by which this thread wakes too late if the process was suspended: no check runs then."""
 _MOST_FRAMES = 40

@@ -64,10 +64,10 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def _guard(self, handler: Any, method: str) -> Any:
         parse = handler.request_deserializer or bytes
         if handler.request_streaming:
-            return rebuilt(handler, _guard_bidi(handler.stream_stream, parse))
+            return _rebuilt(handler, _guard_bidi(handler.stream_stream, parse))
         if handler.response_streaming:
-            return rebuilt(handler, _guard_stream(handler.unary_stream, parse))
-        return rebuilt(handler, _guard_unary(self._measured(handler.unary_unary, method), parse))
+            return _rebuilt(handler, _guard_stream(handler.unary_stream, parse))
+        return _rebuilt(handler, _guard_unary(self._measured(handler.unary_unary, method), parse))
 
     def _measured(self, behavior: Any, method: str) -> Any:
         traced = method.partition("/")[0] in self._traced
@@ -81,7 +81,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return measured
 
 
-def rebuilt(handler: Any, behavior: Any) -> Any:
+def _rebuilt(handler: Any, behavior: Any) -> Any:
     """A handler of the same kind (unary or streaming) that calls `behavior` with unparsed requests."""
     rebuild = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -97,7 +97,7 @@ def refusing(handler: Any, error: WeftError) -> Any:
     async def refuse(request: object, context: object) -> None:
         raise error
 
-    return rebuilt(handler, refuse)
+    return _rebuilt(handler, refuse)
 
 
 def _spans() -> metrics.Series:

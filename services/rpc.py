@@ -270,7 +270,7 @@ async def _refuse(request: "asyncio.Future[Any]") -> None:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
 
-cygrpc.AioServer = _AioServer
+cygrpc.AioServer = _AioServer  # `aio.server` makes servers of this class.
 
 
 class _Health(health.aio.HealthServicer):

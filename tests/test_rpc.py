@@ -1,6 +1,7 @@
 """A server's calls: many are accepted in a few turns of its event loop, and none is left over when it stops."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,11 +78,12 @@ async def test_a_call_is_accepted_within_a_few_turns_of_the_event_loop(turns: Tu
 
 
 async def test_calls_that_arrive_as_a_server_stops_are_answered(turns: Turns) -> None:
-    server = await served(turns)
+    server, sent = await served(turns), threading.Event()
 
     def ended_s() -> float:
         began = time.monotonic()
         with calls_from_a_thread(server.port) as calls:
+            sent.set()
             codes = [call.code() for call in calls]  # Waits for the end of each.
             assert set(codes) == {grpc.StatusCode.OK}
             return time.monotonic() - began
@@ -89,6 +91,7 @@ async def test_calls_that_arrive_as_a_server_stops_are_answered(turns: Turns) ->
     calling = asyncio.create_task(asyncio.to_thread(ended_s))
     while not turns.accepted_at:  # noqa: ASYNC110 - the loop must turn
         await asyncio.sleep(0)
-    time.sleep(0.2)  # noqa: ASYNC251 - calls arrive meanwhile
+    assert sent.wait(30)  # The loop accepts none until all are sent,
+    time.sleep(0.2)  # noqa: ASYNC251 - and until they have arrived.
     await server.stop(DRAIN_S)
     assert await calling < DRAIN_S / 2

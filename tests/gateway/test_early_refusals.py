@@ -104,7 +104,7 @@ async def test_a_request_that_is_refused_leaves_nothing_to_the_garbage_collector
         before = left()
         gc.disable()
         try:
-            responses = [await http_client.post("/v1/completions", json=TEXT) for _ in range(100)]
+            responses = [await http_client.post("/v1/completions", json=TEXT) for _ in range(300)]
             assert {"weft-receipt" in response.headers for response in responses} == {True, False}  # Some are read.
             await until(lambda: left() <= before, 5)
             read = sum([was_read(await refused(mesh)) for _ in range(200)])
