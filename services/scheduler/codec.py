@@ -167,6 +167,7 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
                     probation=message.probation,
                     handoff=_handoff(message.handoff),
                     source=message.source,
+                    retry_after_s=message.retry_after_s,
                 )
             )
         case Joined():

@@ -16,8 +16,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import exhausted
-from services.gateway.links import adaptive_limit, unread_submissions
-from tests.gateway.fakes import Answer, FakeMesh, ask, generate, rejected, until
+from services.gateway.links import adaptive_limit, early_refusal, unread_submissions
+from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, rejected, until
 from tests.gateway.http_client import client
 from tests.gateway.model import ANSWER, LOREM
 from tests.gateway.tenant_files import KEY, tenant
@@ -44,6 +44,7 @@ def was_read(answer: Answer) -> bool:
 async def crowded(monkeypatch: pytest.MonkeyPatch, key: str = "", **settings: Any) -> AsyncIterator[FakeMesh]:
     """A gateway whose scheduler's queue is full, and which has begun to refuse requests unread."""
     monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(early_refusal, "_PAUSE_S", 0.0)
     async with FakeMesh(http_port=free_port(), cache=True, gateway_cache_budget_s=5.0, **settings) as mesh:
         await generate(mesh.stub, ask(), metadata=authorization(key))
         await until(lambda: mesh.cache is not None and len(mesh.cache.results) == 1)
@@ -91,6 +92,22 @@ async def test_requests_for_a_full_queue_are_refused_unread_until_there_is_room(
         assert (await http_client.post("/v1/completions", json=TEXT)).json()["choices"][0]["text"] == LOREM
 
 
+async def test_a_queue_that_is_nearly_full_has_the_gateway_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
+    async with FakeMesh() as mesh:
+
+        def crowded(submit: mesh_pb2.Submit) -> mesh_pb2.DispatchResponse:
+            answer = assigned(submit, *mesh.scheduler.workers[0])
+            answer.assigned.retry_after_s = 0.75
+            return answer
+
+        mesh.scheduler.decide = crowded
+        first = await refused(mesh)
+        assert (first.error, first.ids()) == (None, ANSWER)
+        assert was_read(await refused(mesh))
+        assert len(mesh.scheduler.submits) == 1
+
+
 async def test_a_request_that_is_refused_leaves_nothing_to_the_garbage_collector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,6 +142,12 @@ async def test_requests_are_read_again_once_the_result_cache_has_their_answers(m
             if in_a_row == 20:
                 break
         assert (in_a_row, answer.ids(), answer.receipt.result_hit) == (20, ANSWER, True)
+
+
+async def test_a_pause_follows_a_request_that_is_read_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowded(monkeypatch) as mesh:
+        monkeypatch.setattr(early_refusal, "_PAUSE_S", 1e9)
+        assert not any([was_read(await refused(mesh)) for _ in range(300)])
 
 
 async def test_a_queue_that_is_full_anew_has_its_first_requests_read(monkeypatch: pytest.MonkeyPatch) -> None:

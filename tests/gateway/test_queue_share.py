@@ -79,6 +79,22 @@ def test_a_tenant_that_fills_the_queue_does_not_lock_the_others_out() -> None:
     assert share.waiting <= 140, "at most twice as many wait"
 
 
+def test_a_nearly_full_queue_lowers_the_share_once_until_that_takes_effect() -> None:
+    share = QueueShare()
+    for _ in range(80):
+        share.enter("t")
+    for _ in range(10):
+        share.leave("t")
+        share.crowded(0.7, 0.0)
+    assert (share.waiting, share.most(0.0)) == (70, 79 * 7 / 8)
+    error = share.refusal("t", False, 0.0)
+    assert error is not None
+    assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 0.7)
+    share.leave("t")
+    share.crowded(0.7, 0.0)
+    assert share.most(0.0) == 69 * 7 / 8
+
+
 def test_sheddable_jobs_are_refused_first() -> None:
     share = filled({"t": 80})
     for _ in range(50):
@@ -103,6 +119,8 @@ class Simulation:
     """Gateways with equal loads, a queue, and a scheduler that does one thing at a time."""
 
     shares: list[QueueShare]
+    marks: bool = True
+    """The scheduler marks its answers while the queue is nearly full."""
     now: float = 0.0
     waiting: list[int] = field(default_factory=list)
     """The gateway of each job in the scheduler's queue."""
@@ -160,7 +178,13 @@ class Simulation:
             return
         gateway = self.waiting.pop(0)
         self.placed[gateway] += 1
-        self._at(self._scheduler(ANSWER_S) + NETWORK_S, lambda: self.shares[gateway].leave("t"))
+        crowded = self.marks and len(self.waiting) >= 7 / 8 * LIMIT
+        self._at(self._scheduler(ANSWER_S) + NETWORK_S, lambda: self._placed(gateway, crowded))
+
+    def _placed(self, gateway: int, crowded: bool) -> None:
+        self.shares[gateway].leave("t")
+        if crowded:
+            self.shares[gateway].crowded(0.5, self.now)
 
 
 class Unbounded(QueueShare):
@@ -169,9 +193,26 @@ class Unbounded(QueueShare):
     def refused(self, retry_after_s: float, now: float) -> None:
         """Changes nothing."""
 
+    def crowded(self, retry_after_s: float, now: float) -> None:
+        """Changes nothing."""
 
-def test_under_overload_the_scheduler_refuses_few_and_the_queue_is_never_empty() -> None:
+
+@pytest.mark.parametrize("rate", [100.0, 200.0])
+def test_gateways_refuse_what_a_queue_that_is_nearly_full_cannot_take(rate: float) -> None:
     simulation = Simulation([QueueShare() for _ in range(4)])
+    simulation.run(3, [rate] * 4)  # Two and four times what the workers can do: the queue fills meanwhile.
+    simulation.waits.clear()
+    simulation.starved = 0
+    simulation.placed.clear()
+    simulation.run(20, [rate] * 4)
+    assert simulation.starved == 0
+    assert not simulation.waits, "the scheduler refuses none"
+    assert len(simulation.waiting) > 0.7 * LIMIT
+    assert min(simulation.placed.values()) > 0.8 * 20 * ENDS_PER_S / 4, "the gateways have equal shares"
+
+
+def test_without_marks_the_scheduler_refuses_few_and_the_queue_is_never_empty() -> None:
+    simulation = Simulation([QueueShare() for _ in range(4)], marks=False)
     simulation.run(3, [200.0] * 4)  # Four times what the workers can do: the queue fills meanwhile.
     simulation.waits.clear()
     simulation.starved = 0

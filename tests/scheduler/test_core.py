@@ -176,6 +176,19 @@ def test_a_tenant_that_fills_the_queue_leaves_the_others_their_share() -> None:
     assert stage.rejected() == dict.fromkeys(["many-4", "few-2", "last-0"], "QUEUE_FULL")
 
 
+def test_answers_are_marked_while_the_queue_is_nearly_full(stage: Stage) -> None:
+    stage = Stage(Limits(queue_limit=16))
+    stage.gateway("g1")
+    stage.worker("w1", credits=1)
+    for number in range(17):
+        stage.submit(str(number))
+    for number in range(4):
+        stage.report("w1", str(number))
+    waiting = {answer.job_id: answer.retry_after_s for answer in stage.answers() if isinstance(answer, Assigned)}
+    assert waiting.pop("0") == 0, "nothing waited"
+    assert [after > 0 for after in waiting.values()] == [True, True, False, False], "15, 14, 13 and 12 wait"
+
+
 def test_followers_count_toward_the_queue_limit(stage: Stage) -> None:
     stage = Stage(Limits(queue_limit=2))
     stage.gateway("g1")

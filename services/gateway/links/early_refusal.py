@@ -7,6 +7,7 @@ as long as some answers are found there, every request is read.
 """
 
 import random
+import time
 
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials
@@ -17,6 +18,8 @@ from services.gateway.links.scheduler_link import SchedulerLink
 _FEW = 1 / 16
 """Share of answers found in the result cache below which requests are refused unread, and share of these requests that
 are read nevertheless: without any, nothing would show that answers are found again."""
+_PAUSE_S = 0.25
+"""Time between two of these, at least: a client waits longer for the refusal of a request that was read."""
 _WEIGHT = 1 / 64
 """Weight of one request in that share, at least; the n-th one since the queue is full has 1 / (n + 2)."""
 _ASSUMED = 2
@@ -33,6 +36,8 @@ class EarlyRefusal:
         """Share of answers found in the result cache, among these and requests that the scheduler's link refused."""
         self._noted = _ASSUMED
         """How many of these there were since it refuses any."""
+        self._read_at = 0.0
+        """When the last of the few was read."""
 
     def note(self, found: bool) -> None:
         """A request that was read had its answer in the result cache, or else the scheduler's link refused it."""
@@ -50,10 +55,17 @@ class EarlyRefusal:
             error = self._refusal(self._access.tenant(credentials))
         except WeftError:
             return None  # Without a valid key it is refused for that.
-        if error is None or random.random() < _FEW:
+        if error is None or self._reads_nevertheless(time.monotonic()):
             return None
         self.refused += 1
         return error
+
+    def _reads_nevertheless(self, now: float) -> bool:
+        """Whether a request that arrives now is one of the few."""
+        if now - self._read_at < _PAUSE_S or random.random() >= _FEW:
+            return False
+        self._read_at = now
+        return True
 
     def _refusal(self, tenant: Tenant) -> WeftError | None:
         """One of the refusals, if new jobs of all models that the tenant may use are refused."""

@@ -1,9 +1,11 @@
-"""How many jobs of a model this gateway lets wait at the scheduler once the queue there was full. Knows counts and
-times, never jobs.
+"""How many jobs of a model this gateway lets wait at the scheduler once the queue there was nearly full. Knows counts
+and times, never jobs.
 
-To refuse a job costs the scheduler about as much as to place one. So after a refusal a gateway submits as many jobs as
-the scheduler answers, and refuses the others itself: its share of the queue stays full, and the scheduler has time. The
-share falls with each refusal and grows with time, so that the shares of several gateways become equal.
+To refuse a job costs the scheduler about as much as to place one, and the client waits for both. So the scheduler marks
+its answers while a queue is nearly full, as a network marks packets (explicit congestion notification, RFC 3168). From
+then on a gateway submits as many jobs as the scheduler answers, and refuses the others itself: its share of the queue
+stays full, and the scheduler has time. The share falls with marks and refusals and grows with time, so that the shares
+of several gateways become equal.
 """
 
 from services.errors import WeftError, exhausted
@@ -44,12 +46,18 @@ class QueueShare:
         self._limit.lower(self.waiting * _LEFT, now)
         self._retry_after_s = retry_after_s
 
+    def crowded(self, retry_after_s: float, now: float) -> None:
+        """The scheduler has placed a job, which no longer waits, and the queue is nearly full."""
+        self._retry_after_s = retry_after_s
+        if self.waiting <= self.most(now):  # Else a share that was lowered takes effect still.
+            self._limit.lower(self.waiting * _LEFT, now)
+
     def forget(self) -> None:
         """Any number of jobs may wait: there is another scheduler."""
         self._limit.forget()
 
     def was_refused(self, now: float) -> bool:
-        """Whether the scheduler has refused a job in the last seconds; then the number of waiting jobs is bounded."""
+        """Whether the queue was full, or nearly, in the last seconds; then the number of waiting jobs is bounded."""
         return self._limit.active(now)
 
     def most(self, now: float) -> float:

@@ -165,8 +165,8 @@ class SchedulerLink:
 
     @property
     def refuses(self) -> bool:
-        """Whether new jobs may be refused here: in the last seconds the scheduler was behind, or has refused a job
-        because a queue was full."""
+        """Whether new jobs may be refused here: in the last seconds the scheduler was behind, or a queue was full, or
+        nearly."""
         now = time.monotonic()
         behind = self._unread is not None and self._unread.limited(now)
         return behind or any(share.was_refused(now) for share in self._shares.values())
@@ -288,8 +288,11 @@ class SchedulerLink:
         if pending is None or pending.submit.attempt != answer.attempt:
             return  # Withdrawn meanwhile: the scheduler frees the credit when it reads the Withdraw.
         self._remove(pending)
+        share = self._shares[pending.submit.model]
         if isinstance(answer, mesh.Rejected) and answer.failure.reason == QUEUE_FULL:
-            self._shares[pending.submit.model].refused(answer.failure.retry_after_s, time.monotonic())
+            share.refused(answer.failure.retry_after_s, time.monotonic())
+        elif isinstance(answer, mesh.Assigned) and answer.retry_after_s > 0:
+            share.crowded(answer.retry_after_s, time.monotonic())
         if pending.answer.done():
             return
         if isinstance(answer, mesh.Rejected):

@@ -13,6 +13,10 @@ from services.scheduler.core.models import ModelRecord
 from services.scheduler.core.records import JobRecord, WorkerRecord
 from services.scheduler.core.state import State
 
+_NEARLY_FULL = 7 / 8
+"""Part of a queue's limit from which on gateways are asked to let fewer jobs wait. To refuse a job costs the scheduler
+as much as to place one, and its client waits for it; a gateway refuses one at once."""
+
 
 class Admission:
     """Decides about jobs that have no worker."""
@@ -135,6 +139,11 @@ class Admission:
             return None
         retry_after_s = model.retry_after_s(able)
         return refusals.shed(retry_after_s) if lane is Lane.SHED else refusals.deadline_unmeetable(retry_after_s)
+
+    def crowded_for_s(self, model: ModelRecord, healthy: list[WorkerRecord]) -> float:
+        """After how many seconds to retry what is refused because the queue is nearly full; 0 if it is not."""
+        waiting = len(model.queue) + model.followers
+        return model.retry_after_s(healthy) if waiting >= _NEARLY_FULL * self._limits.queue_limit else 0.0
 
     def _queue_is_full(self, model: ModelRecord, tenant: str) -> bool:
         """Whether no more jobs of this tenant may wait.

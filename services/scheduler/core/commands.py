@@ -61,6 +61,7 @@ class CommandBuffer:
                 worker.probation is job,
                 _handoff(job),
                 job.source,
+                job.retry_after_s,
             ),
         )
 

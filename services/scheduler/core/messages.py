@@ -230,6 +230,8 @@ class Assigned:
     probation: bool = False
     handoff: Handoff | None = None
     source: str = ""
+    retry_after_s: float = 0.0
+    """Greater than 0 if the queue is nearly full."""
 
 
 @dataclass(frozen=True, slots=True)
