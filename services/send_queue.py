@@ -1,11 +1,15 @@
-"""A bounded queue of messages to be written to one link. Knows no gRPC and no messages."""
+"""A bounded queue of messages to be written to one link. Knows no gRPC and no content."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Generic, TypeVar
 
 Message = TypeVar("Message")
+
+_MOST_JOINED = 64
+_MOST_JOINED_BYTES = 1 << 20
+"""Of a message with those that follow it."""
 
 
 class SendQueueFull(Exception):
@@ -16,6 +20,9 @@ class SendQueue(Generic[Message]):
     """Messages in order. `put` never waits, so a reader that stalls delays no other; one task may iterate."""
 
     def __init__(self, limit: int = 4096) -> None:
+        self.joins = False
+        """Messages that wait are sent in the field `more` of the one before them: to send and to receive one costs gRPC
+        more than its content. Set once the peer is known to read that field."""
         self._limit = limit
         self._messages: deque[Message] = deque()
         self._closed = False
@@ -38,7 +45,10 @@ class SendQueue(Generic[Message]):
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
             while self._messages:
-                yield self._messages.popleft()
+                message = self._messages.popleft()
+                if self.joins and self._messages:
+                    _join(message, self._messages)
+                yield message
             if self._closed:
                 return
             self._changed = asyncio.get_running_loop().create_future()
@@ -47,3 +57,16 @@ class SendQueue(Generic[Message]):
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
+
+
+def _join(message: Any, waiting: deque[Any]) -> None:
+    """Moves messages that wait into `more` of the one before them."""
+    room = _MOST_JOINED_BYTES - message.ByteSize()
+    while waiting and len(message.more) < _MOST_JOINED and (room := room - waiting[0].ByteSize()) >= 0:
+        message.more.append(waiting.popleft())
+
+
+def unjoined(message: Any) -> Iterator[Any]:
+    """A message that was received, and those that follow it in its field `more`."""
+    yield message
+    yield from message.more

@@ -196,7 +196,9 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
                 served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses, workers=workers))
             return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=loading_messages(loading)))
         case SchedulerHello(epoch):
-            hello = mesh.SchedulerHello(epoch=epoch, mesh_id=mesh_id, accepts_reports=True, counts_submissions=True)
+            hello = mesh.SchedulerHello(
+                epoch=epoch, mesh_id=mesh_id, accepts_reports=True, counts_submissions=True, reads_more=True
+            )
             return mesh.DispatchResponse(hello=hello)
 
 

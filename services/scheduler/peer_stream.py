@@ -15,8 +15,10 @@ Response = TypeVar("Response", mesh.DispatchResponse, mesh.AttachResponse)
 class PeerStream(Generic[Response]):
     """One stream. A peer that is `queue_limit` messages behind is disconnected, so it delays no other."""
 
-    def __init__(self, queue_limit: int) -> None:
+    def __init__(self, queue_limit: int, joins: bool = False) -> None:
+        """`joins`: the peer reads several messages in one."""
         self._queue: SendQueue[Response] = SendQueue(queue_limit)
+        self._queue.joins = joins
         self._aborted: asyncio.Future[WeftError] = asyncio.get_running_loop().create_future()
 
     def send(self, message: Response) -> None:

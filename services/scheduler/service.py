@@ -33,6 +33,7 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.peer_stream import PeerStream, replace_stream
 from services.scheduler.tracing import QueueSpans
 from services.security import mesh_id as mesh_ids
+from services.send_queue import unjoined
 
 log = structlog.get_logger("scheduler")
 
@@ -96,7 +97,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         if not gateway_id:
             raise invalid("gateway_id", "is empty")
         self._check_mesh(hello.mesh_id, "gateway", gateway_id)
-        stream: PeerStream[mesh.DispatchResponse] = PeerStream(self._queue_limit)
+        stream: PeerStream[mesh.DispatchResponse] = PeerStream(self._queue_limit, joins=hello.reads_more)
         replace_stream(self._gateways, gateway_id, stream)
         self._reports[gateway_id], self._submissions[gateway_id] = mesh.GatewayReport(gateway_id=gateway_id), 0
         log.info("gateway attached", gateway_id=gateway_id)
@@ -112,23 +113,27 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
 
     async def _read_gateway(self, gateway_id: str, requests: AsyncIterator[mesh.DispatchRequest]) -> None:
         async for request in requests:
-            match request.WhichOneof("message"):
-                case "submit":
-                    self._submit(gateway_id, request.submit)
-                case "withdraw":
-                    job_id = request.withdraw.job_id
-                    self._spans.cancel(gateway_id, job_id)
-                    self._perform(self._core.on_withdraw(gateway_id, job_id, self._clock()))
-                case "report":
-                    request.report.gateway_id = gateway_id
-                    self._reports[gateway_id] = request.report
-                case "survived":
-                    self._perform(self._core.on_survived(gateway_id, request.survived.job_id, self._clock()))
-                case "unreachable":
-                    addresses = frozenset(request.unreachable.addresses)
-                    self._perform(self._core.on_unreachable(gateway_id, addresses, self._clock()))
-                case _:
-                    raise _unexpected()
+            for each in unjoined(request):
+                self._receive(gateway_id, each)
+
+    def _receive(self, gateway_id: str, request: mesh.DispatchRequest) -> None:
+        match request.WhichOneof("message"):
+            case "submit":
+                self._submit(gateway_id, request.submit)
+            case "withdraw":
+                job_id = request.withdraw.job_id
+                self._spans.cancel(gateway_id, job_id)
+                self._perform(self._core.on_withdraw(gateway_id, job_id, self._clock()))
+            case "report":
+                request.report.gateway_id = gateway_id
+                self._reports[gateway_id] = request.report
+            case "survived":
+                self._perform(self._core.on_survived(gateway_id, request.survived.job_id, self._clock()))
+            case "unreachable":
+                addresses = frozenset(request.unreachable.addresses)
+                self._perform(self._core.on_unreachable(gateway_id, addresses, self._clock()))
+            case _:
+                raise _unexpected()
 
     def _submit(self, gateway_id: str, message: mesh.Submit) -> None:
         self._submissions[gateway_id] += 1

@@ -28,7 +28,7 @@ from services.errors import WeftError, unavailable
 from services.gateway.access.load_gate import LoadGate
 from services.gateway.main import gateway
 from services.gateway.settings import GatewaySettings
-from services.send_queue import SendQueue
+from services.send_queue import SendQueue, unjoined
 from tests.gateway.model import ANSWER, BUNDLE, make_card
 
 # The generated stubs have the asynchronous classes in their types only.
@@ -83,12 +83,16 @@ class FakeScheduler(SchedulerServicer):
         return self.overview
 
     async def _read(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], unsent: Any) -> None:
-        async for request in requests:
+        async for request in unjoined_all(requests):
             kind = request.WhichOneof("message")
             if kind == "hello":
                 self.hellos += 1
+                unsent.joins = request.hello.reads_more
                 hello = mesh_pb2.SchedulerHello(
-                    epoch=self.epoch, accepts_reports=self.accepts_reports, counts_submissions=self.counts_submissions
+                    epoch=self.epoch,
+                    accepts_reports=self.accepts_reports,
+                    counts_submissions=self.counts_submissions,
+                    reads_more=True,
                 )
                 unsent.put(mesh_pb2.DispatchResponse(hello=hello))
                 unsent.put(self._models())
@@ -135,6 +139,13 @@ class FakeScheduler(SchedulerServicer):
             for submit in self.submits:
                 if submit.job_id not in self.withdrawn:
                     self._place(submit, unsent)
+
+
+async def unjoined_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a stream, each by itself."""
+    async for request in requests:
+        for each in unjoined(request):
+            yield each
 
 
 def assigned(
@@ -217,7 +228,7 @@ class FakeWorker(WorkerServicer):
             stepping.cancel()
 
     async def _read(self, requests: AsyncIterator[mesh_pb2.RunRequest], unsent: Any) -> None:
-        async for request in requests:
+        async for request in unjoined_all(requests):
             kind = request.WhichOneof("message")
             if kind == "job":
                 job = request.job

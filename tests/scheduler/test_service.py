@@ -21,6 +21,7 @@ from services import rpc
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.service import SchedulerService
+from services.send_queue import unjoined
 from tests.gateway.fakes import until
 
 CARD = mesh.ModelCard(name="story", fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32, context_length=512)
@@ -152,6 +153,23 @@ async def test_messages_count_the_submissions_that_were_read(scheduler: Mesh) ->
     await counted(second, 1)
     await first.submit("of an unknown model", model="other")
     await counted(first, 4)
+
+
+async def test_several_messages_share_one(scheduler: Mesh) -> None:
+    await scheduler.worker(credits=3)
+    gateway = Peer(scheduler.stub().Dispatch())
+    await gateway.send(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id="g1", reads_more=True)))
+    first = await gateway.call.read()
+    assert first.hello.reads_more
+    submits = [mesh.Submit(job_id=name, attempt=1, model="story", prompt_tokens=8, max_tokens=8) for name in "abc"]
+    more = [mesh.DispatchRequest(submit=submit) for submit in submits[1:]]
+    await gateway.send(mesh.DispatchRequest(submit=submits[0], more=more))
+    answers: list[mesh.DispatchResponse] = []
+    while not answers:
+        message = await asyncio.wait_for(gateway.call.read(), WAIT_S)
+        answers = [each for each in unjoined(message) if each.WhichOneof("message") == "assigned"]
+    assert [each.assigned.job_id for each in answers] == ["a", "b", "c"]
+    assert [each.submissions_read for each in answers] == [1, 2, 3]
 
 
 async def test_the_end_of_a_cancelled_job_frees_no_credit_of_a_new_job_with_its_id(scheduler: Mesh) -> None:

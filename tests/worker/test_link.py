@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,10 +144,9 @@ async def read_to_the_end(call: AsyncIterable[mesh.RunResponse]) -> None:
         pass
 
 
-async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a real connection: the call ends with an error, so that the gateway sends the next attempts of its jobs."""
-    monkeypatch.setattr(links, "MOST_ENTRIES", 4)
-    monkeypatch.setattr(links, "MOST_MESSAGES", 2)
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[RecordingEngine, Jobs, aio.Channel]]:
+    """A worker's service, its engine and its jobs, and a connection to it."""
     engine, folder = RecordingEngine(), model_folder()
     card = checkpoint.model_card(
         folder, load_config(folder), name="m", context_length=2048, block_size=16, parameters=1
@@ -171,17 +171,52 @@ async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: py
     )
     try:
         async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
-            requests: SendQueue[mesh.RunRequest] = SendQueue()
-            requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
-            sampling = api.Sampling(max_tokens=100, seed=1)
-            job = mesh.Job(stream_id=1, job_id="j", attempt=1, token_ids=[5, 6], prompt_len=2, sampling=sampling)
-            requests.put(mesh.RunRequest(job=job))
-            call = mesh_grpc.WorkerStub(channel).Run(aiter(requests))
-            key = await asyncio.wait_for(engine.keys.get(), 5)
-            jobs.deliver(StepOutput([TokenOut(key, position, 1) for position in range(9)], []))
-            with pytest.raises(aio.AioRpcError) as caught:
-                await asyncio.wait_for(read_to_the_end(call), 5)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert caught.value.details() == "the gateway reads too slowly"
+            yield engine, jobs, channel
     finally:
         await server.stop(0)
+
+
+def job(stream_id: int) -> mesh.Job:
+    """A job of this stream."""
+    sampling = api.Sampling(max_tokens=100, seed=1)
+    return mesh.Job(
+        stream_id=stream_id, job_id=f"j{stream_id}", attempt=1, token_ids=[5, 6], prompt_len=2, sampling=sampling
+    )
+
+
+async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real connection: the call ends with an error, so that the gateway sends the next attempts of its jobs."""
+    monkeypatch.setattr(links, "MOST_ENTRIES", 4)
+    monkeypatch.setattr(links, "MOST_MESSAGES", 2)
+    async with served() as (engine, jobs, channel):
+        requests: SendQueue[mesh.RunRequest] = SendQueue()
+        requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
+        requests.put(mesh.RunRequest(job=job(1)))
+        call = mesh_grpc.WorkerStub(channel).Run(aiter(requests))
+        key = await asyncio.wait_for(engine.keys.get(), 5)
+        jobs.deliver(StepOutput([TokenOut(key, position, 1) for position in range(9)], []))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await asyncio.wait_for(read_to_the_end(call), 5)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.details() == "the gateway reads too slowly"
+
+
+async def test_several_jobs_share_a_message_and_each_is_acknowledged() -> None:
+    async with served() as (engine, jobs, channel):
+        requests: SendQueue[mesh.RunRequest] = SendQueue()
+        requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
+        more = [mesh.RunRequest(job=job(number)) for number in (2, 3)]
+        requests.put(mesh.RunRequest(job=job(1), more=more))
+        call = mesh_grpc.WorkerStub(channel).Run(aiter(requests))
+        keys = [await asyncio.wait_for(engine.keys.get(), 5) for _ in range(3)]
+        jobs.deliver(StepOutput([TokenOut(key, 0, 9) for key in keys], []))
+        streams: list[int] = []
+        received = 0
+        async for message in call:
+            streams += message.stream_ids
+            if message.HasField("heartbeat"):
+                assert message.heartbeat.reads_more
+                received = message.heartbeat.received
+            if received == 3 and len(streams) == 3:
+                break
+        assert sorted(streams) == [1, 2, 3]

@@ -21,7 +21,7 @@ from services.errors import WeftError, unavailable
 from services.gateway.links.queue_share import QUEUE_FULL, QueueShare
 from services.gateway.links.unread_submissions import UnreadSubmissions
 from services.security import mesh_id as mesh_ids
-from services.send_queue import SendQueue, SendQueueFull
+from services.send_queue import SendQueue, SendQueueFull, unjoined
 
 log = structlog.get_logger("dispatch")
 
@@ -242,11 +242,13 @@ class SchedulerLink:
 
     async def _session(self, channel: aio.Channel) -> None:
         unsent = self._unsent = SendQueue[mesh.DispatchRequest](_MOST_UNSENT)
-        unsent.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id, mesh_id=self._mesh_id)))
+        hello = mesh.GatewayHello(gateway_id=self._gateway_id, mesh_id=self._mesh_id, reads_more=True)
+        unsent.put(mesh.DispatchRequest(hello=hello))
         call = SchedulerStub(channel).Dispatch(aiter(unsent), wait_for_ready=True)
         try:
             async for message in call:
-                self._receive(message)
+                for each in unjoined(message):
+                    self._receive(each)
                 if self._unsent is not unsent:  # It was full: the scheduler does not read.
                     return
         finally:
@@ -263,6 +265,8 @@ class SchedulerLink:
             self._refusals.accepted()
             log.info("scheduler connected", epoch=message.hello.epoch, unanswered=len(self._submissions))
             self._connected = True
+            if self._unsent is not None:
+                self._unsent.joins = message.hello.reads_more
             self._unread = UnreadSubmissions() if message.hello.counts_submissions else None
             self._accepts_reports, self._reported = message.hello.accepts_reports, mesh.GatewayReport()
             if self._unreachable:

@@ -305,6 +305,7 @@ class WorkerLink:
         self._unacknowledged = deque((number, now) for number, _ in self._unacknowledged)
 
     def _acknowledge(self, heartbeat: mesh.WorkerHeartbeat, now: float) -> None:
+        self._unsent.joins = heartbeat.reads_more
         unacknowledged = self._unacknowledged
         while unacknowledged and unacknowledged[0][0] <= heartbeat.received:
             unacknowledged.popleft()

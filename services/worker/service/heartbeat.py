@@ -64,4 +64,5 @@ class Progress:
             busy=not self._jobs.idle,
             received=received,
             draining=self._jobs.draining,
+            reads_more=True,
         )

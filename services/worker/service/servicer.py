@@ -11,6 +11,7 @@ from grpc import StatusCode, aio
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError, invalid, unavailable
 from services.security import mesh_id as mesh_ids
+from services.send_queue import unjoined
 from services.worker.engine.base import StepProfile, StepProfiler
 from services.worker.service.adapters import Adapters
 from services.worker.service.block_lender import BlockLender
@@ -172,19 +173,24 @@ async def _beat(progress: Progress, link: Subscriber) -> None:
 async def _read(jobs: Jobs, link: Subscriber, requests: AsyncIterator[mesh.RunRequest]) -> None:
     try:
         async for request in requests:
-            link.received += 1
-            match request.WhichOneof("message"):
-                case "job":
-                    jobs.start(link, request.job)
-                case "attach":
-                    jobs.attach(link, request.attach)
-                case "cancel":
-                    jobs.cancel(link, request.cancel)
-                case "confirm":
-                    jobs.confirm(link, request.confirm)
-                case "prefetch":
-                    jobs.prefetch(request.prefetch)
-                case _:
-                    raise invalid("message", "not a message that a worker accepts")
+            for each in unjoined(request):
+                _receive(jobs, link, each)
     finally:
         link.close()
+
+
+def _receive(jobs: Jobs, link: Subscriber, request: mesh.RunRequest) -> None:
+    link.received += 1
+    match request.WhichOneof("message"):
+        case "job":
+            jobs.start(link, request.job)
+        case "attach":
+            jobs.attach(link, request.attach)
+        case "cancel":
+            jobs.cancel(link, request.cancel)
+        case "confirm":
+            jobs.confirm(link, request.confirm)
+        case "prefetch":
+            jobs.prefetch(request.prefetch)
+        case _:
+            raise invalid("message", "not a message that a worker accepts")

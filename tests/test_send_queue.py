@@ -1,0 +1,53 @@
+"""Messages that wait for a link share one of gRPC's, in their order and within a bound."""
+
+import asyncio
+
+from protos import mesh_pb2 as mesh
+from services.send_queue import SendQueue, unjoined
+
+
+def submission(number: int, keys: int = 0) -> mesh.DispatchRequest:
+    """A message, with so many bytes."""
+    return mesh.DispatchRequest(submit=mesh.Submit(job_id=str(number), block_keys=bytes(keys)))
+
+
+async def sent(queue: SendQueue[mesh.DispatchRequest]) -> list[list[str]]:
+    """The job ids of all messages, by what is sent together."""
+    queue.close()
+    return [[each.submit.job_id for each in unjoined(message)] async for message in queue]
+
+
+async def test_messages_that_wait_are_sent_with_the_one_before_them() -> None:
+    queue: SendQueue[mesh.DispatchRequest] = SendQueue()
+    queue.joins = True
+    for number in range(150):
+        queue.put(submission(number))
+    together = await sent(queue)
+    assert [len(each) for each in together] == [65, 65, 20]
+    assert [job for each in together for job in each] == [str(number) for number in range(150)]
+
+
+async def test_a_peer_that_reads_one_at_a_time_gets_one_at_a_time() -> None:
+    queue: SendQueue[mesh.DispatchRequest] = SendQueue()
+    for number in range(3):
+        queue.put(submission(number))
+    assert await sent(queue) == [["0"], ["1"], ["2"]]
+
+
+async def test_large_messages_are_not_joined() -> None:
+    queue: SendQueue[mesh.DispatchRequest] = SendQueue()
+    queue.joins = True
+    for number, keys in enumerate((600_000, 300_000, 300_000, 2_000_000, 10)):
+        queue.put(submission(number, keys))
+    assert await sent(queue) == [["0", "1"], ["2"], ["3"], ["4"]]
+
+
+async def test_a_message_does_not_wait_for_others() -> None:
+    queue: SendQueue[mesh.DispatchRequest] = SendQueue()
+    queue.joins = True
+    messages = aiter(queue)
+    waiting = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0)
+    queue.put(submission(1))
+    message = await waiting
+    assert (message.submit.job_id, len(message.more)) == ("1", 0)
