@@ -45,6 +45,8 @@ async def crowded(monkeypatch: pytest.MonkeyPatch, key: str = "", **settings: An
     """A gateway whose scheduler's queue is full, and which has begun to refuse requests unread."""
     monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
     monkeypatch.setattr(early_refusal, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(early_refusal, "_AT_ONCE", 1e9)
+    monkeypatch.setattr(early_refusal, "_MORE_PER_S", 1e12)
     async with FakeMesh(http_port=free_port(), cache=True, gateway_cache_budget_s=5.0, **settings) as mesh:
         await generate(mesh.stub, ask(), metadata=authorization(key))
         await until(lambda: mesh.cache is not None and len(mesh.cache.results) == 1)
@@ -142,6 +144,26 @@ async def test_requests_are_read_again_once_the_result_cache_has_their_answers(m
             if in_a_row == 20:
                 break
         assert (in_a_row, answer.ids(), answer.receipt.result_hit) == (20, ANSWER, True)
+
+
+def test_requests_are_read_about_as_fast_as_places_become_free() -> None:
+    pace = early_refusal.ReadingPace()
+    pace.takes(0, 0.0)
+
+    def read(seconds: float, answers_per_s: float, arriving_per_s: int = 1000) -> list[bool]:
+        """Whether each request is read that arrives in this time."""
+        began, left = pace._at, pace._left
+        times = [number / arriving_per_s for number in range(1, round(seconds * arriving_per_s) + 1)]
+        return [pace.takes(left + int(at * answers_per_s), began + at) for at in times]
+
+    read(3, 100)
+    assert 170 <= sum(read(1, 100)) <= 185, "100 in a second, one and a half times, and 32"
+    read(3, 400)
+    assert 600 <= sum(read(1, 400)) <= 640
+    read(5, 0)
+    assert 30 <= sum(read(1, 0)) <= 36, "some are read without any"
+    burst = [pace.takes(pace._left + 40, pace._at + 1e-4) for _ in range(20)]
+    assert sum(burst) <= 5, "forty places that become free together do not have forty requests read at once"
 
 
 async def test_a_pause_follows_a_request_that_is_read_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@ all have a full queue.
 
 Knows credentials and names of models, no requests. To read, validate and record a request costs several times what it
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
-as long as some answers are found there, every request is read.
+as long as some answers are found there, every request is read. Else requests are read about as fast as places become
+free: many at once would delay the refusals of those that arrive meanwhile.
 """
 
 import random
@@ -24,6 +25,34 @@ _WEIGHT = 1 / 64
 """Weight of one request in that share, at least; the n-th one since the queue is full has 1 / (n + 2)."""
 _ASSUMED = 2
 """Answers that are taken for found before the first request: so the first 31 are read."""
+_AVERAGED_S = 1.0
+_FASTER, _MORE_PER_S, _AT_ONCE = 1.5, 32.0, 4.0
+"""By how much faster than places become free requests may be read, to fill a queue, and how many of them at once."""
+
+
+class ReadingPace:
+    """How fast requests are read while a queue is full. Pure: the clock is an argument, in seconds."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._left, self._per_s = 0, 0.0
+        """Jobs that have left queues until then, and in a second of the last ones."""
+        self._may = _AT_ONCE
+        """Requests that may be read now."""
+
+    def takes(self, left: int, now: float) -> bool:
+        """Whether a request is read that arrives now, when this many jobs have left the scheduler's queues."""
+        passed_s, gone = now - self._at, left - self._left
+        self._at, self._left = now, left
+        if passed_s > _AVERAGED_S:
+            self._per_s = gone / passed_s
+        else:
+            self._per_s += (gone - self._per_s * passed_s) / _AVERAGED_S
+        self._may = min(_AT_ONCE, self._may + passed_s * (_FASTER * self._per_s + _MORE_PER_S))
+        if self._may < 1:
+            return False
+        self._may -= 1
+        return True
 
 
 class EarlyRefusal:
@@ -38,6 +67,7 @@ class EarlyRefusal:
         """How many of these there were since it refuses any."""
         self._read_at = 0.0
         """When the last of the few was read."""
+        self._pace = ReadingPace()
 
     def note(self, found: bool) -> None:
         """A request that was read had its answer in the result cache, or else the scheduler's link refused it."""
@@ -68,10 +98,11 @@ class EarlyRefusal:
         return True
 
     def _refusal(self, tenant: Tenant) -> WeftError | None:
-        """One of the refusals, if new jobs of all models that the tenant may use are refused."""
-        error = None
-        for model in self._catalog.generating(tenant):
-            error = self._scheduler.refusal(model, tenant.hash)
-            if error is None:
-                return None
-        return error
+        """One of the refusals, if new jobs of all models that the tenant may use are refused, or if all of these have
+        bounded queues and enough requests are read for the places that are free there."""
+        models = list(self._catalog.generating(tenant))
+        errors = [self._scheduler.refusal(model, tenant.hash) for model in models]
+        if not errors or all(errors):
+            return errors[-1] if errors else None
+        bounds = [self._scheduler.bound(model) for model in models]
+        return bounds[-1] if all(bounds) and not self._pace.takes(self._scheduler.left, time.monotonic()) else None

@@ -79,4 +79,8 @@ class QueueShare:
         tenants = len(self._of_tenant) + (not own)
         if self.waiting + 1 <= 2 * most and own < most / tenants:
             return None
+        return self.full()
+
+    def full(self) -> WeftError:
+        """No more jobs may wait."""
         return exhausted(QUEUE_FULL, "the queue of this model is full", self._retry_after_s)

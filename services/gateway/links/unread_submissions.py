@@ -54,4 +54,9 @@ class UnreadSubmissions:
         """Why a new job is not submitted: the scheduler is behind; None if it is submitted."""
         if len(self._sent_at) < max(FEW, self._limit.most(now)):
             return None
-        return exhausted(SCHEDULER_OVERLOADED, "the scheduler is behind with new requests", _RETRY_S)
+        return overloaded()
+
+
+def overloaded() -> WeftError:
+    """The scheduler is behind with new requests."""
+    return exhausted(SCHEDULER_OVERLOADED, "the scheduler is behind with new requests", _RETRY_S)
