@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,26 @@ def test_requests_are_read_about_as_fast_as_places_become_free() -> None:
     assert 30 <= sum(read(1, 0)) <= 36, "some are read without any"
     burst = [pace.takes(pace._left + 40, pace._at + 1e-4) for _ in range(20)]
     assert sum(burst) <= 5, "forty places that become free together do not have forty requests read at once"
+
+
+@pytest.mark.parametrize(("bounded", "least", "most"), [(("a", "b"), 4, 100), (("a",), 200, 200), ((), 200, 200)])
+def test_requests_are_paced_where_all_models_of_their_tenant_have_queues_that_are_mostly_taken(
+    bounded: tuple[str, ...], least: int, most: int
+) -> None:
+    full = exhausted("QUEUE_FULL", "no room", 0.5)
+    scheduler: Any = SimpleNamespace(
+        refuses=True,
+        left=0,
+        refusal=lambda model, tenant: None,
+        bound=lambda model: full if model in bounded else None,
+    )
+    access: Any = SimpleNamespace(tenant=lambda credentials: SimpleNamespace(hash="t"))
+    early = early_refusal.EarlyRefusal(access, SimpleNamespace(generating=lambda tenant: ("a", "b")), scheduler)  # type: ignore[arg-type]
+    for _ in range(40):
+        early.note(found=False)
+    refusals = [early.refusal([]) for _ in range(200)]
+    assert least <= refusals.count(None) <= most
+    assert early.refused == 200 - refusals.count(None)
 
 
 async def test_a_pause_follows_a_request_that_is_read_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,30 @@ async def test_while_the_queue_is_full_jobs_are_refused_without_the_scheduler(
         assert (await link.submit(later)).attempt == 2
 
 
+async def test_a_queue_is_mostly_taken_while_more_than_half_of_what_may_wait_there_waits(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
+    scheduler.hold = True
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
+        submits = [mesh.Submit(job_id=str(number), attempt=1, model="m") for number in range(9)]
+        waiting = [asyncio.create_task(link.submit(submit)) for submit in submits]
+        await until(lambda: len(scheduler.submits) == 9)
+        assert link.bound("m") is None
+        scheduler.send(rejected(submits.pop(), exhausted("QUEUE_FULL", "no room", 0.5)))
+        with pytest.raises(WeftError):
+            await waiting.pop()
+        error = link.bound("m")
+        assert error is not None
+        assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 0.5)
+        assert link.bound("another") is None
+        scheduler.submits.pop()
+        scheduler.release()
+        await asyncio.gather(*waiting)
+        assert (link.bound("m"), link.refuses, link.left) == (None, True, 9)
+
+
 async def test_another_scheduler_is_not_taken_as_full(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

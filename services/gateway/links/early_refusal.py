@@ -98,8 +98,8 @@ class EarlyRefusal:
         return True
 
     def _refusal(self, tenant: Tenant) -> WeftError | None:
-        """One of the refusals, if new jobs of all models that the tenant may use are refused, or if all of these have
-        bounded queues and enough requests are read for the places that are free there."""
+        """One of the refusals, if new jobs of all models that the tenant may use are refused, or if the bounded queues
+        of all of these are mostly taken and enough requests are read for the places that are free there."""
         models = list(self._catalog.generating(tenant))
         errors = [self._scheduler.refusal(model, tenant.hash) for model in models]
         if not errors or all(errors):

@@ -60,6 +60,10 @@ class QueueShare:
         """Whether the queue was full, or nearly, in the last seconds; then the number of waiting jobs is bounded."""
         return self._limit.active(now)
 
+    def mostly_taken(self, now: float) -> bool:
+        """Whether more than half of the jobs wait that may."""
+        return self.waiting > self.most(now) / 2
+
     def most(self, now: float) -> float:
         """How many jobs may wait."""
         return self._limit.most(now)

@@ -170,17 +170,15 @@ class SchedulerLink:
         """Whether new jobs may be refused here: in the last seconds the scheduler was behind, or a queue was full, or
         nearly."""
         now = time.monotonic()
-        return self._behind(now) or any(share.was_refused(now) for share in self._shares.values())
+        behind = self._unread is not None and self._unread.limited(now)
+        return behind or any(share.was_refused(now) for share in self._shares.values())
 
     def bound(self, model: str) -> WeftError | None:
-        """The refusal of new jobs of a model beyond those that may wait; None if any number may."""
+        """The refusal of new jobs of a model beyond those that may wait, if more than half of these wait."""
         now, share = time.monotonic(), self._shares.get(model)
-        if share is not None and share.was_refused(now):
+        if share is not None and share.mostly_taken(now):
             return share.full()
-        return overloaded() if self._behind(now) else None
-
-    def _behind(self, now: float) -> bool:
-        return self._unread is not None and self._unread.limited(now)
+        return overloaded() if self._unread is not None and self._unread.mostly_taken(now) else None
 
     def refusal(self, model: str, tenant: str, sheddable: bool = False) -> WeftError | None:
         """Why a new job is refused here: the scheduler is behind, or its queue of this model is full, as far as this

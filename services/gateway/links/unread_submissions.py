@@ -50,11 +50,16 @@ class UnreadSubmissions:
         """Whether the scheduler was behind in the last seconds; then the number of unread submissions is bounded."""
         return self._limit.active(now)
 
+    def mostly_taken(self, now: float) -> bool:
+        """Whether more than half of the submissions are unread that may be."""
+        return len(self._sent_at) > self._most(now) / 2
+
     def refusal(self, now: float) -> WeftError | None:
         """Why a new job is not submitted: the scheduler is behind; None if it is submitted."""
-        if len(self._sent_at) < max(FEW, self._limit.most(now)):
-            return None
-        return overloaded()
+        return overloaded() if len(self._sent_at) >= self._most(now) else None
+
+    def _most(self, now: float) -> float:
+        return max(FEW, self._limit.most(now))
 
 
 def overloaded() -> WeftError:
