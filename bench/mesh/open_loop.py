@@ -259,6 +259,18 @@ def row_name(text: str) -> str:
     return text
 
 
+def unfounded(names: Sequence[str]) -> str:
+    """The first row that is a multiple of what the rows of its protocol before it have shown, where there are none;
+    empty if there is no such row."""
+    known: set[str] = set()
+    for name in names:
+        kind, _, size = name.partition("@")
+        if size.startswith("x") and kind not in known:
+            return name
+        known.add(kind)
+    return ""
+
+
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Open loops through the one public port.")
@@ -274,6 +286,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lines", action="store_true", help="print each row as a line of JSON")
     parser.add_argument("--out", type=Path, default=None, help="write the figures to this JSON file")
     arguments = parser.parse_args()
+    if name := unfounded(arguments.rows):
+        parser.error(f"{name} needs a row {name.partition('@')[0]}@RATE before it")
     arguments.clients = arguments.clients or max(1, available_cores() // 4)
     return arguments
 

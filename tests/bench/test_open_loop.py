@@ -16,6 +16,19 @@ from weft.load.tally import Tally
 ANSWER = b'{"usage": {"prompt_tokens": 1, "completion_tokens": 2}}'
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["grpc@1000", "grpc@x4", "http@x4"], "http@x4"),
+        (["grpc@x4"], "grpc@x4"),
+        (["closed@256", "http@8", "http@x2", "streams@5000"], ""),
+        (list(open_loop.DEFAULT_ROWS), ""),
+    ],
+)
+def test_a_multiple_needs_a_row_of_its_protocol_before_it(names: list[str], found: str) -> None:
+    assert open_loop.unfounded(names) == found
+
+
 @pytest.mark.parametrize("name", ["grpc@1000", "http@2.5", "grpc@x4", "closed@256", "streams@5000"])
 def test_a_row_is_a_kind_and_a_size(name: str) -> None:
     assert open_loop.row_name(name) == name

@@ -3,8 +3,9 @@ all have a full queue.
 
 Knows credentials and names of models, no requests. To read, validate and record a request costs several times what it
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
-as long as some answers are found there, every request is read. Else requests are read about as fast as places become
-free: many at once would delay the refusals of those that arrive meanwhile.
+as long as some answers are found there, every request is read. Else requests over HTTP are read about as fast as places
+become free: many at once would delay the refusals of those that arrive meanwhile. Over gRPC, where a refusal is a task
+of the event loop as reading is, that gains nothing.
 """
 
 import random
@@ -74,15 +75,16 @@ class EarlyRefusal:
         self._noted += 1
         self._found += (found - self._found) * max(_WEIGHT, 1 / self._noted)
 
-    def refusal(self, credentials: Credentials) -> WeftError | None:
-        """Why a request for an answer that arrives now is refused unread; None if it is read."""
+    def refusal(self, credentials: Credentials, paced: bool = False) -> WeftError | None:
+        """Why a request for an answer that arrives now is refused unread; None if it is read. `paced`: also because
+        enough are read, so that they delay no refusal."""
         if not self._scheduler.refuses:
             self._found, self._noted = 1.0, _ASSUMED
             return None
         if self._found >= _FEW:
             return None
         try:
-            error = self._refusal(self._access.tenant(credentials))
+            error = self._refusal(self._access.tenant(credentials), paced)
         except WeftError:
             return None  # Without a valid key it is refused for that.
         if error is None or self._reads_nevertheless(time.monotonic()):
@@ -97,12 +99,14 @@ class EarlyRefusal:
         self._read_at = now
         return True
 
-    def _refusal(self, tenant: Tenant) -> WeftError | None:
+    def _refusal(self, tenant: Tenant, paced: bool) -> WeftError | None:
         """One of the refusals, if new jobs of all models that the tenant may use are refused, or if the bounded queues
         of all of these are mostly taken and enough requests are read for the places that are free there."""
         models = list(self._catalog.generating(tenant))
         errors = [self._scheduler.refusal(model, tenant.hash) for model in models]
         if not errors or all(errors):
             return errors[-1] if errors else None
+        if not paced:
+            return None
         bounds = [self._scheduler.bound(model) for model in models]
         return bounds[-1] if all(bounds) and not self._pace.takes(self._scheduler.left, time.monotonic()) else None
