@@ -25,7 +25,7 @@ from services.worker.options import EngineOptions, MemoryPlan
 from services.worker.runners.openvino_products import Products
 from services.worker.runners.runtime.calls import divide
 from services.worker.runners.runtime.network import NetworkSession
-from services.worker.runners.runtime.past import PastShape
+from services.worker.runners.runtime.past import PastGroup, PastShape
 from services.worker.runners.runtime.products import RoundedOps
 from services.worker.runners.runtime.runner import RuntimeRunner
 from services.worker.runners.runtime.session import Call, Computed, DecoderSession, Signature, read_signature
@@ -101,6 +101,40 @@ class LikeOptimum:
         logits = computed.logits.view(*call.input_ids.shape, -1)
         present = [torch.cat((old, new), 2) for old, new in zip(call.past, computed.new, strict=True)]
         return Signature(len(present) // 2, picks_logits=False).computed(call, [logits, *present])
+
+
+class Reusing:
+    """Writes what it computes to the memory of its last call, as a runtime does whose outputs stay bound."""
+
+    def __init__(self, session: DecoderSession) -> None:
+        self._session = session
+        self._memory = Computed(torch.empty(0), torch.empty(0))
+
+    def compute(self, call: Call) -> Computed:
+        computed = self._session.compute(call)
+        kept, stacked = self._memory, computed.stacked()
+        if (kept.logits.shape, kept.stacked().shape) != (computed.logits.shape, stacked.shape):
+            kept = self._memory = Computed(torch.empty_like(computed.logits), torch.empty_like(stacked))
+        kept.logits.copy_(computed.logits)
+        kept.stacked().copy_(stacked)
+        return kept
+
+
+def test_a_runtime_may_use_the_memory_of_its_outputs_again(plain_gpt2: Path) -> None:
+    expected = run(open_engine(plain_gpt2, engine="torch", **SMALL), *jobs())
+    assert_alike(run(engine_over(Reusing(network_of(plain_gpt2)), plain_gpt2), *jobs()), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_new_tokens_are_stored_behind_those_of_their_row(rows: int, tokens: int) -> None:
+    group = PastGroup(tuple(range(rows)), torch.zeros(4, rows, 2, 64, 5))
+    starts = torch.randint(0, 64 - tokens, (rows,))
+    new = torch.randn(4, rows, 2, tokens, 5)
+    group.append(starts, new)
+    for row, start in enumerate(starts.tolist()):
+        assert torch.equal(group.buffer[:, row, :, start : start + tokens], new[:, row])
+    assert torch.count_nonzero(group.buffer) == torch.count_nonzero(new)
 
 
 def test_graphs_of_other_exporters_are_understood(plain_gpt2: Path) -> None:

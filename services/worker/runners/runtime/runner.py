@@ -147,28 +147,31 @@ class RuntimeRunner:
         ids = self._token_ids(rows, slots)
         logits = [torch.empty(0)] * len(slots)
         stored: list[tuple[PastGroup, Ints, Tensor]] = []
-        for members in divide(rows.lengths, contexts.tolist(), self.padding_tokens):
+        calls = divide(rows.lengths, contexts.tolist(), self.padding_tokens)
+        for members in calls:
             starts = self._computed[slots[members]]
             tables, longest = self._tables[slots[members]], int(contexts[members].max())
             group = self.past.gather(slots[members].tolist(), tables, starts.tolist(), longest)
             counts = [asked.get(row, 0) for row in members]
             call = make_call(group, np.stack([ids[row] for row in members]), starts, counts)
             computed = self.session.compute(call)
-            stored.append((group, starts, torch.stack(list(computed.new))))
+            if len(calls) > 1:
+                computed = computed.copied()
+            stored.append((group, starts, computed.stacked()))
             parts = computed.logits.split([count + 1 for count in counts])  # type: ignore[no-untyped-call]
             for row, part in zip(members, parts, strict=True):
                 logits[row] = part
         for group, starts, new in stored:
             group.append(torch.from_numpy(starts), new)
             self.past.store(self._tables[list(group.slots)], starts, new)
-        last = torch.stack([part[-1] for part in logits])
+        last = logits[0][-1:] if len(logits) == 1 else torch.stack([part[-1] for part in logits])
         chosen = np.flatnonzero(rows.samples)
         return RuntimeStep(
             slots,
             contexts,
             chosen,
             finite_rows(last, [1] * len(slots)),
-            last[torch.from_numpy(chosen)],
+            last if len(chosen) == len(slots) else last[torch.from_numpy(chosen)],
             score_logits(scored, (logits[row][:-1] for row in scored.rows)) if asked else NO_SCORES,
         )
 

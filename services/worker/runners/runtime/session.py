@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from services.worker.errors import CheckpointError
@@ -56,12 +57,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a call returns."""
+    """What a call returns; it may lie in memory that the next call writes to."""
 
     logits: Tensor
     """float32 [N, V]."""
-    new: Sequence[Tensor]
+    new: Tensor | Sequence[Tensor]
     """Keys and values [B, K, S, D] of the new tokens, of each layer in turn."""
+
+    def stacked(self) -> Tensor:
+        """The keys and values as one tensor [2L, B, K, S, D]."""
+        return self.new if isinstance(self.new, Tensor) else torch.stack(list(self.new))
+
+    def copied(self) -> "Computed":
+        """The same in memory of its own."""
+        return Computed(self.logits.clone(), self.stacked().clone())
 
 
 class DecoderSession(Protocol):
