@@ -48,7 +48,7 @@ CLOSED, ROUNDS = 128, 3
 TOKENS_PER_S = 12.0
 MOST_BATCH = 4096
 """Most answers at once of a worker (MAX_BATCH_SIZE)."""
-CALM_S = 5.0
+CALM_S = 11.0
 """Time between two loads: what the first one left is done, and the gateways take all calls again."""
 SKIPPED_S = 3
 SERVICES = ("gateway", "scheduler", "worker", "clients")

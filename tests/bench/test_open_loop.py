@@ -10,7 +10,7 @@ import pytest
 
 from bench.mesh import cores, open_loop
 from protos import inference_pb2 as api
-from weft.load.http_calls import HttpCalls
+from weft.load.http_calls import HttpCalls, HttpError
 from weft.load.tally import Tally
 
 ANSWER = b'{"usage": {"prompt_tokens": 1, "completion_tokens": 2}}'
@@ -90,3 +90,18 @@ async def test_http_requests_take_turns_on_connections() -> None:
     assert len(set(served)) == 3
     assert served[:3] == served[3:]
     assert [body["cache"] for body in bodies] == ["bypass"] * 6
+
+
+async def test_a_server_with_too_many_connections_is_an_error_that_is_counted() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    calls = HttpCalls(f"{host}:{port}", "", least=1)
+    for _ in range(2):  # The connection is not used again.
+        with pytest.raises(HttpError, match=r"^HTTP 503$") as caught:
+            await calls.complete(api.GenerateRequest(), 5.0)
+        assert not caught.value.refused
+    server.close()

@@ -11,10 +11,11 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class HttpError(Exception):
-    """A response with another status than 200; the text names the status and OpenAI's code of the error."""
+    """A response with another status than 200; the text names the status and OpenAI's code of the error, if it has one:
+    a server that has too many connections sends none."""
 
     def __init__(self, status: int, code: str) -> None:
-        super().__init__(f"HTTP {status}/{code}")
+        super().__init__(f"HTTP {status}/{code}" if code else f"HTTP {status}")
         self.refused = status == 429
 
 
@@ -39,6 +40,8 @@ class HttpCalls:
         try:
             writer.write(data)
             status, answer = await _response(reader)
+            if not answer:
+                raise HttpError(status, "")
         except BaseException:
             writer.close()
             self._open -= 1
@@ -81,8 +84,9 @@ def _body(request: api.GenerateRequest) -> dict[str, object]:
 
 
 async def _response(reader: asyncio.StreamReader) -> tuple[int, dict[str, dict[str, int]]]:
+    """Status and body; without a body an empty one."""
     head = await reader.readuntil(_HEAD_END)
     lines = head.lower().split(b"\r\n")
     status = int(lines[0].split(b" ")[1])
     length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
-    return status, json.loads(await reader.readexactly(length))
+    return status, json.loads(await reader.readexactly(length) or b"{}")
