@@ -158,7 +158,11 @@ BUGS = (
     Bug("a wait takes no longer than its forecast", _LANES, "_LONGER = 1.5", "_LONGER = 1.0",
         "scheduler/test_overload.py::test_hardly_any_job_is_dropped_after_its_wait_though_the_worker_changes_its_speed"),
     Bug("calls are passed on to a full queue", "gateway/links/queue_share", "self.waiting * _LEFT", "math.inf",
-        "gateway/test_queue_share.py::test_under_overload_the_scheduler_refuses_few_and_the_queue_is_never_empty"),
+        "gateway/test_queue_share.py::test_without_marks_the_scheduler_refuses_few_and_the_queue_is_never_empty"),
+    Bug("a queue that is nearly full marks no placement", "scheduler/core/admission", "if waiting >= _NEARLY_FULL *",
+        "if waiting >= 2 *", "scheduler/test_core.py::test_answers_are_marked_while_the_queue_is_nearly_full"),
+    Bug("messages behind the first one are dropped", "send_queue", "    yield from message.more", "    yield from ()",
+        "scheduler/test_service.py::test_several_messages_share_one"),
     # ---- texts ----
     Bug("the refusals of a flood are immediate", "gateway/text/refusal_pace", "return max(0.0, ends - now)",
         "return 0.0",

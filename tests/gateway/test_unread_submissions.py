@@ -57,6 +57,20 @@ def test_what_was_unread_is_forgotten() -> None:
     assert unread.refusal(20.0) is None
 
 
+@pytest.mark.parametrize(("calm_s", "taken"), [(0.9, FEW), (1.1, 10 * FEW)])
+def test_a_burst_is_submitted_once_nothing_was_unread_for_a_second(calm_s: float, taken: int) -> None:
+    unread = sent(2 * FEW)
+    unread.counted(1, 1.0)
+    assert unread.limited(1.0)
+    unread.counted(2 * FEW, 1.1)
+    now, submitted = 1.1 + calm_s, 0
+    for _ in range(10 * FEW):
+        if unread.refusal(now) is None:
+            unread.sent(now)
+            submitted += 1
+    assert submitted == pytest.approx(taken, abs=32 * calm_s + 1)
+
+
 def test_a_count_beyond_what_was_sent_is_harmless() -> None:
     unread = sent(2)
     unread.counted(5, 1.0)

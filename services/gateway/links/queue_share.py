@@ -43,20 +43,22 @@ class QueueShare:
 
     def refused(self, retry_after_s: float, now: float) -> None:
         """The scheduler has refused a job, which no longer waits, because the queue is full."""
-        self._limit.lower(self.waiting * _LEFT, now)
-        self._retry_after_s = retry_after_s
+        self._lower(retry_after_s, now)
 
     def crowded(self, retry_after_s: float, now: float) -> None:
         """The scheduler has placed a job, which no longer waits, and the queue is nearly full."""
-        self._retry_after_s = retry_after_s
         if self.waiting <= self.most(now):  # Else a share that was lowered takes effect still.
-            self._limit.lower(self.waiting * _LEFT, now)
+            self._lower(retry_after_s, now)
+
+    def _lower(self, retry_after_s: float, now: float) -> None:
+        self._limit.lower(self.waiting * _LEFT, now)
+        self._retry_after_s = retry_after_s
 
     def forget(self) -> None:
         """Any number of jobs may wait: there is another scheduler."""
         self._limit.forget()
 
-    def was_refused(self, now: float) -> bool:
+    def bounded(self, now: float) -> bool:
         """Whether the queue was full, or nearly, in the last seconds; then the number of waiting jobs is bounded."""
         return self._limit.active(now)
 

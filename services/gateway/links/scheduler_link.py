@@ -171,7 +171,7 @@ class SchedulerLink:
         nearly."""
         now = time.monotonic()
         behind = self._unread is not None and self._unread.limited(now)
-        return behind or any(share.was_refused(now) for share in self._shares.values())
+        return behind or any(share.bounded(now) for share in self._shares.values())
 
     def bound(self, model: str) -> WeftError | None:
         """The refusal of new jobs of a model beyond those that may wait, if more than half of these wait."""

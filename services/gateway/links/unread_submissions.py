@@ -16,6 +16,8 @@ BEHIND_S = 0.25
 """Time that a submission may wait before the scheduler reads it. Beside busy processes some wait 0.1 s."""
 FEW = 32
 """Unread submissions that are no overload, however old: a slow network delays them, too."""
+_CALM_S = 1.0
+"""Time without an unread submission after which any number may be unread again."""
 _RETRY_S = 1.0
 
 
@@ -26,12 +28,16 @@ class UnreadSubmissions:
         self._sent_at: deque[float] = deque()
         """When each unread one was sent, the oldest first."""
         self._read = 0
+        self._all_read_at = 0.0
+        """Since when none is unread, if so."""
         self._marks = ((0.0, 0), (0.0, 0))
         """Two times not long ago, and how many had been read then."""
         self._limit = AdaptiveLimit()
 
     def sent(self, now: float) -> None:
         """A job is submitted."""
+        if not self._sent_at and now - self._all_read_at > _CALM_S:
+            self._limit.forget()
         self._sent_at.append(now)
 
     def counted(self, read: int, now: float) -> None:
@@ -39,6 +45,7 @@ class UnreadSubmissions:
         while self._read < read and self._sent_at:
             self._sent_at.popleft()
             self._read += 1
+            self._all_read_at = now
         (since, before), recent = self._marks
         if now - recent[0] >= BEHIND_S:
             self._marks = recent, (now, self._read)
