@@ -7,7 +7,7 @@ from services.send_queue import SendQueue, unjoined
 
 
 def submission(number: int, keys: int = 0) -> mesh.DispatchRequest:
-    """A message, with so many bytes."""
+    """A submission whose block keys have this many bytes."""
     return mesh.DispatchRequest(submit=mesh.Submit(job_id=str(number), block_keys=bytes(keys)))
 
 

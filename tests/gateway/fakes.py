@@ -60,6 +60,9 @@ class FakeScheduler(SchedulerServicer):
         self.hellos = 0
         self.accepts_reports = True
         self.counts_submissions = False
+        self.reads_more = True
+        self.together: list[int] = []
+        """How many messages each message of gRPC had."""
         self.reports: list[mesh_pb2.GatewayReport] = []
         self.overview = mesh_pb2.OverviewResponse()
         self.overviews = 0
@@ -83,7 +86,7 @@ class FakeScheduler(SchedulerServicer):
         return self.overview
 
     async def _read(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], unsent: Any) -> None:
-        async for request in unjoined_all(requests):
+        async for request in unjoined_all(requests, self.together):
             kind = request.WhichOneof("message")
             if kind == "hello":
                 self.hellos += 1
@@ -92,7 +95,7 @@ class FakeScheduler(SchedulerServicer):
                     epoch=self.epoch,
                     accepts_reports=self.accepts_reports,
                     counts_submissions=self.counts_submissions,
-                    reads_more=True,
+                    reads_more=self.reads_more,
                 )
                 unsent.put(mesh_pb2.DispatchResponse(hello=hello))
                 unsent.put(self._models())
@@ -141,9 +144,10 @@ class FakeScheduler(SchedulerServicer):
                     self._place(submit, unsent)
 
 
-async def unjoined_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The messages of a stream, each by itself."""
+async def unjoined_all(requests: AsyncIterator[Any], together: list[int]) -> AsyncIterator[Any]:
+    """The messages of a stream, each by itself. together: gets how many each message of gRPC had."""
     async for request in requests:
+        together.append(1 + len(request.more))
         for each in unjoined(request):
             yield each
 
@@ -197,6 +201,8 @@ class FakeWorker(WorkerServicer):
         self.cancelled: list[mesh_pb2.CancelJob] = []
         self.confirmed: list[mesh_pb2.ConfirmJob] = []
         self.ignores_cancels = False
+        self.together: list[int] = []
+        """How many messages each message of gRPC had."""
         self.running: dict[str, Running] = {}
         self.sent = 0
         self.links: set[SendQueue[mesh_pb2.RunResponse]] = set()
@@ -228,7 +234,7 @@ class FakeWorker(WorkerServicer):
             stepping.cancel()
 
     async def _read(self, requests: AsyncIterator[mesh_pb2.RunRequest], unsent: Any) -> None:
-        async for request in unjoined_all(requests):
+        async for request in unjoined_all(requests, self.together):
             kind = request.WhichOneof("message")
             if kind == "job":
                 job = request.job

@@ -148,38 +148,43 @@ async def test_requests_are_read_again_once_the_result_cache_has_their_answers(m
 
 
 def test_requests_are_read_about_as_fast_as_places_become_free() -> None:
-    pace = early_refusal.ReadingPace()
-    pace.takes(0, 0.0)
+    pace, now, settled = early_refusal.ReadingPace(), 0.0, 0.0
 
-    def read(seconds: float, answers_per_s: float, arriving_per_s: int = 1000) -> list[bool]:
-        """Whether each request is read that arrives in this time."""
-        began, left = pace._at, pace._left
-        times = [number / arriving_per_s for number in range(1, round(seconds * arriving_per_s) + 1)]
-        return [pace.takes(left + int(at * answers_per_s), began + at) for at in times]
+    def read(seconds: float, answers_per_s: float) -> int:
+        """How many requests are read of 1,000 that arrive in each second of this time."""
+        nonlocal now, settled
+        count = 0
+        for _ in range(round(1000 * seconds)):
+            now, settled = now + 1e-3, settled + 1e-3 * answers_per_s
+            count += pace.takes(int(settled), now)
+        return count
 
     read(3, 100)
-    assert 170 <= sum(read(1, 100)) <= 185, "100 in a second, one and a half times, and 32"
+    assert 170 <= read(1, 100) <= 185, "100 in a second, one and a half times, and 32"
     read(3, 400)
-    assert 600 <= sum(read(1, 400)) <= 640
+    assert 600 <= read(1, 400) <= 640
     read(5, 0)
-    assert 30 <= sum(read(1, 0)) <= 36, "some are read without any"
-    burst = [pace.takes(pace._left + 40, pace._at + 1e-4) for _ in range(20)]
+    assert 30 <= read(1, 0) <= 36, "some are read without any"
+    burst = [pace.takes(int(settled) + 40, now + 1e-4) for _ in range(20)]
     assert sum(burst) <= 5, "forty places that become free together do not have forty requests read at once"
 
 
-@pytest.mark.parametrize(("bounded", "least", "most"), [(("a", "b"), 4, 100), (("a",), 200, 200), ((), 200, 200)])
+@pytest.mark.parametrize(
+    ("crowded_models", "least", "most"), [(("a", "b"), 4, 100), (("a",), 200, 200), ((), 200, 200)]
+)
 def test_requests_are_paced_where_all_models_of_their_tenant_have_queues_that_are_mostly_taken(
-    bounded: tuple[str, ...], least: int, most: int
+    crowded_models: tuple[str, ...], least: int, most: int
 ) -> None:
     full = exhausted("QUEUE_FULL", "no room", 0.5)
     scheduler: Any = SimpleNamespace(
         refuses=True,
-        left=0,
+        settled=0,
         refusal=lambda model, tenant: None,
-        bound=lambda model: full if model in bounded else None,
+        crowding=lambda model: full if model in crowded_models else None,
     )
     access: Any = SimpleNamespace(tenant=lambda credentials: SimpleNamespace(hash="t"))
-    early = early_refusal.EarlyRefusal(access, SimpleNamespace(generating=lambda tenant: ("a", "b")), scheduler)  # type: ignore[arg-type]
+    catalog: Any = SimpleNamespace(generating=lambda tenant: ("a", "b"))
+    early = early_refusal.EarlyRefusal(access, catalog, scheduler)
     for _ in range(40):
         early.note(found=False)
     assert [early.refusal([]) for _ in range(200)] == [None] * 200

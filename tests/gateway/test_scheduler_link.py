@@ -133,6 +133,20 @@ async def test_while_the_queue_is_full_jobs_are_refused_without_the_scheduler(
         assert (await link.submit(later)).attempt == 2
 
 
+@pytest.mark.parametrize("reads_more", [True, False])
+async def test_submissions_are_sent_together_to_a_scheduler_that_reads_them(
+    scheduler: FakeScheduler, reads_more: bool
+) -> None:
+    scheduler.reads_more = reads_more
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
+        submits = [mesh.Submit(job_id=str(number), attempt=1, model="m") for number in range(9)]
+        placed = await asyncio.gather(*(link.submit(submit) for submit in submits))
+    assert [each.job_id for each in placed] == [each.job_id for each in scheduler.submits] == [str(n) for n in range(9)]
+    assert sum(scheduler.together) == 10, "the hello and nine submissions"
+    assert (len(scheduler.together) < 10) == reads_more
+
+
 async def test_a_queue_is_mostly_taken_while_more_than_half_of_what_may_wait_there_waits(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,18 +157,18 @@ async def test_a_queue_is_mostly_taken_while_more_than_half_of_what_may_wait_the
         submits = [mesh.Submit(job_id=str(number), attempt=1, model="m") for number in range(9)]
         waiting = [asyncio.create_task(link.submit(submit)) for submit in submits]
         await until(lambda: len(scheduler.submits) == 9)
-        assert link.bound("m") is None
+        assert link.crowding("m") is None
         scheduler.send(rejected(submits.pop(), exhausted("QUEUE_FULL", "no room", 0.5)))
         with pytest.raises(WeftError):
             await waiting.pop()
-        error = link.bound("m")
+        error = link.crowding("m")
         assert error is not None
         assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 0.5)
-        assert link.bound("another") is None
+        assert link.crowding("another") is None
         scheduler.submits.pop()
         scheduler.release()
         await asyncio.gather(*waiting)
-        assert (link.bound("m"), link.refuses, link.left) == (None, True, 9)
+        assert (link.crowding("m"), link.refuses, link.settled) == (None, True, 9)
 
 
 async def test_another_scheduler_is_not_taken_as_full(

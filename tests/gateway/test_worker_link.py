@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services import rpc
 from services.gateway.links.worker_link import WorkerLink, clock
@@ -18,6 +21,25 @@ async def test_a_link_that_breaks_leaves_no_task_behind() -> None:
     await server.stop(0)
     await until(lambda: not link.alive)
     await until(lambda: readers() == 0)
+
+
+@pytest.mark.parametrize("reads_more", [True, False])
+async def test_jobs_are_sent_together_to_a_worker_that_reads_them(reads_more: bool) -> None:
+    worker = FakeWorker("a worker", lambda job: [])  # type: ignore[abstract]
+    server = await rpc.serve("127.0.0.1:0", [rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)])
+    link = WorkerLink(f"127.0.0.1:{server.port}", "a gateway")
+    await until(lambda: len(worker.links) == 1)
+    (unsent,) = worker.links
+    unsent.put(mesh.RunResponse(heartbeat=mesh.WorkerHeartbeat(received=0, reads_more=reads_more)))
+    await until(lambda: link.health.last is not None)
+    for number in range(9):
+        link.run(mesh.Job(job_id=str(number)), "a worker", lambda: None)
+    await until(lambda: len(worker.jobs) == 9)
+    assert [job.job_id for job in worker.jobs] == [str(number) for number in range(9)]
+    assert sum(worker.together) == 10, "the hello and nine jobs"
+    assert (len(worker.together) < 10) == reads_more
+    await link.close()
+    await server.stop(0)
 
 
 def readers() -> int:

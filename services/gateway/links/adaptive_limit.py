@@ -7,7 +7,7 @@ As several gateways lower their limits in proportion and raise them by equal ste
 import math
 
 _GROWTH_PER_S = 32.0
-"""By how many the limit grows in a second: the scheduler refuses about as many, a few percent of those that it places.
+"""By how many the limit grows in a second. A scheduler that marks no placements refuses about as many for each gateway.
 Where the jobs of another gateway have filled the queue, this gateway submits the next one after 1/32 s."""
 _FORGET_S = 10.0
 """Time without a sign after which any number may wait again."""

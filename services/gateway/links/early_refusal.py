@@ -1,5 +1,5 @@
 """Requests that are refused before they are read: all while the scheduler is behind, and those of a tenant whose models
-all have a full queue.
+all have a full queue, or a crowded one and enough requests that are read.
 
 Knows credentials and names of models, no requests. To read, validate and record a request costs several times what it
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
@@ -36,15 +36,15 @@ class ReadingPace:
 
     def __init__(self) -> None:
         self._at = 0.0
-        self._left, self._per_s = 0, 0.0
-        """Jobs that have left queues until then, and in a second of the last ones."""
+        self._settled, self._per_s = 0, 0.0
+        """Submissions that were settled until then, and in a second of the last ones."""
         self._may = _AT_ONCE
         """Requests that may be read now."""
 
-    def takes(self, left: int, now: float) -> bool:
-        """Whether a request is read that arrives now, when this many jobs have left the scheduler's queues."""
-        passed_s, gone = now - self._at, left - self._left
-        self._at, self._left = now, left
+    def takes(self, settled: int, now: float) -> bool:
+        """Whether a request is read that arrives now, when the scheduler's link has settled this many submissions."""
+        passed_s, gone = now - self._at, settled - self._settled
+        self._at, self._settled = now, settled
         if passed_s > _AVERAGED_S:
             self._per_s = gone / passed_s
         else:
@@ -108,5 +108,5 @@ class EarlyRefusal:
             return errors[-1] if errors else None
         if not paced:
             return None
-        bounds = [self._scheduler.bound(model) for model in models]
-        return bounds[-1] if all(bounds) and not self._pace.takes(self._scheduler.left, time.monotonic()) else None
+        errors = [self._scheduler.crowding(model) for model in models]
+        return errors[-1] if all(errors) and not self._pace.takes(self._scheduler.settled, time.monotonic()) else None

@@ -14,7 +14,7 @@ from services.gateway.links.adaptive_limit import AdaptiveLimit
 QUEUE_FULL = "QUEUE_FULL"
 """The reason of a refusal, by the scheduler or here."""
 _LEFT = 7 / 8
-"""Share of the waiting jobs that may wait after a refusal. The queue is never empty for that."""
+"""Share of the waiting jobs that may wait after a mark or a refusal. The queue is never empty for that."""
 _SHEDDABLE = 1 / 4
 """Part of the share that sheddable jobs may take: the scheduler, too, sheds them long before its queue is full."""
 

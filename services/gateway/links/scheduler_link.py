@@ -19,7 +19,7 @@ from protos.mesh_pb2_grpc import SchedulerStub
 from services import rpc
 from services.errors import WeftError, unavailable
 from services.gateway.links.queue_share import QUEUE_FULL, QueueShare
-from services.gateway.links.unread_submissions import UnreadSubmissions, overloaded
+from services.gateway.links.unread_submissions import UnreadSubmissions, scheduler_overloaded
 from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull, unjoined
 
@@ -100,7 +100,7 @@ class SchedulerLink:
         self._mesh_id = mesh_id
         self._refusals = mesh_ids.RefusalLog("scheduler")
         self._submissions: dict[str, _Submission] = {}
-        self.left = 0
+        self.settled = 0
         """How many submissions have been answered or withdrawn."""
         self._shares: defaultdict[str, QueueShare] = defaultdict(QueueShare)
         """By the model's name."""
@@ -173,12 +173,13 @@ class SchedulerLink:
         behind = self._unread is not None and self._unread.limited(now)
         return behind or any(share.bounded(now) for share in self._shares.values())
 
-    def bound(self, model: str) -> WeftError | None:
+    def crowding(self, model: str) -> WeftError | None:
         """The refusal of new jobs of a model beyond those that may wait, if more than half of these wait."""
         now, share = time.monotonic(), self._shares.get(model)
         if share is not None and share.mostly_taken(now):
             return share.full()
-        return overloaded() if self._unread is not None and self._unread.mostly_taken(now) else None
+        crowded = self._unread is not None and self._unread.mostly_taken(now)
+        return scheduler_overloaded() if crowded else None
 
     def refusal(self, model: str, tenant: str, sheddable: bool = False) -> WeftError | None:
         """Why a new job is refused here: the scheduler is behind, or its queue of this model is full, as far as this
@@ -320,7 +321,7 @@ class SchedulerLink:
 
     def _remove(self, pending: _Submission) -> None:
         """The submission waits no more."""
-        self.left += 1
+        self.settled += 1
         del self._submissions[pending.submit.job_id]
         self._shares[pending.submit.model].leave(pending.submit.tenant)
 

@@ -63,12 +63,12 @@ class UnreadSubmissions:
 
     def refusal(self, now: float) -> WeftError | None:
         """Why a new job is not submitted: the scheduler is behind; None if it is submitted."""
-        return overloaded() if len(self._sent_at) >= self._most(now) else None
+        return scheduler_overloaded() if len(self._sent_at) >= self._most(now) else None
 
     def _most(self, now: float) -> float:
         return max(FEW, self._limit.most(now))
 
 
-def overloaded() -> WeftError:
+def scheduler_overloaded() -> WeftError:
     """The scheduler is behind with new requests."""
     return exhausted(SCHEDULER_OVERLOADED, "the scheduler is behind with new requests", _RETRY_S)

@@ -43,7 +43,7 @@ class CommandBuffer:
         for gateway_id in self.gateways:
             self.send(gateway_id, message)
 
-    def send_assigned(self, job: JobRecord) -> None:
+    def send_assigned(self, job: JobRecord, retry_after_s: float) -> None:
         """Reports to a job's gateway on which worker the job runs."""
         worker = job.worker
         assert worker is not None, job
@@ -61,7 +61,7 @@ class CommandBuffer:
                 worker.probation is job,
                 _handoff(job),
                 job.source,
-                job.retry_after_s,
+                retry_after_s,
             ),
         )
 

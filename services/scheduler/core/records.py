@@ -52,7 +52,6 @@ class JobRecord:
         "priority",
         "produced",
         "queued_at",
-        "retry_after_s",
         "source",
         "submit",
         "worker",
@@ -77,7 +76,6 @@ class JobRecord:
         self.handoff_placement = 0  # As `placement`, of that worker.
         self.produced = 0  # Tokens of this attempt at workers that handed it off.
         self.source = ""  # host:port of a worker that holds more blocks of the prompt; empty for none.
-        self.retry_after_s = 0.0  # Greater than 0: its queue was nearly full when it left.
         self.charged = 0  # Tokens charged to the tenant.
         self.leader: JobRecord | None = None
         self.followers: list[JobRecord] = []

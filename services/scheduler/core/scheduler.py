@@ -182,8 +182,7 @@ class SchedulerCore:
                 continue
             if job.need.suspect:
                 self.state.workers[choice.worker_id].probation = job
-            job.retry_after_s = self._admission.crowded_for_s(model, healthy)
-            self.state.assign(job, choice, model, now)
+            self.state.assign(job, choice, model, now, self._admission.crowded_for_s(model, healthy))
             self._admission.join_followers(job, now)
         for job in passed:
             model.queue.put_back(job)

@@ -71,8 +71,9 @@ class State:
         """What a job needs of a worker now."""
         return job.need._replace(suspect=self.poison.suspect(job.submit.fingerprint))
 
-    def assign(self, job: JobRecord, choice: Choice, model: ModelRecord, now: float) -> None:
-        """Assigns a job that was taken out of the queue to a worker, and to the one that continues it, if any."""
+    def assign(self, job: JobRecord, choice: Choice, model: ModelRecord, now: float, retry_after_s: float) -> None:
+        """Assigns a job that was taken out of the queue to a worker, and to the one that continues it, if any.
+        retry_after_s: as in the answer."""
         worker = self.workers[choice.worker_id]
         job.matched_blocks, job.source = choice.matched_blocks, choice.source
         worker.add_job(job, now)
@@ -83,7 +84,7 @@ class State:
         self.counters.assigned += 1
         self.counters.prompt_blocks += model.blocks(job)
         self.counters.matched_blocks += job.matched_blocks
-        self.answer_assigned(job)
+        self.answer_assigned(job, retry_after_s)
 
     def hand_over(self, job: JobRecord, tokens: int, now: float) -> None:
         """Moves a running job to the worker that continues it, after `tokens` tokens at the one before."""
@@ -154,8 +155,8 @@ class State:
 
     # ---- answers ----
 
-    def answer_assigned(self, job: JobRecord) -> None:
-        """Answers a job with its worker.
+    def answer_assigned(self, job: JobRecord, retry_after_s: float = 0.0) -> None:
+        """Answers a job with its worker. retry_after_s: greater than 0 if the queue that it left is nearly full.
 
         Each such answer has a new placement number, which the job's end repeats, so an end frees the credit of no later
         answer.
@@ -165,7 +166,7 @@ class State:
         if job.handoff_to is not None:
             self._placements += 1
             job.handoff_placement = self._placements
-        self.commands.send_assigned(job)
+        self.commands.send_assigned(job, retry_after_s)
 
     def answer_joined(self, job: JobRecord, leader: JobRecord) -> None:
         """Answers a job with the running job whose tokens it shares."""

@@ -102,7 +102,7 @@ class _Input:
 
 class _Outputs:
     """The memory that a request writes its outputs to. From step to step their shapes are the same, and what is bound
-    stays bound: to fetch and copy each of them takes a hundredth of a step of the 1B shape."""
+    stays bound: to fetch and copy all outputs takes 0.4 of the 29 ms of a step of the 1B shape."""
 
     def __init__(
         self, request: Any, places: Sequence[int], shape: PastShape, words: int, make: Callable[..., Any]

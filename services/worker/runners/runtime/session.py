@@ -69,7 +69,7 @@ class Computed:
         return self.new if isinstance(self.new, Tensor) else torch.stack(list(self.new))
 
     def copied(self) -> "Computed":
-        """The same in memory of its own."""
+        """A copy, which the next call does not overwrite."""
         return Computed(self.logits.clone(), self.stacked().clone())
 
 
