@@ -143,6 +143,20 @@ async def test_refusals_have_a_reason_and_a_delay_and_health_is_never_refused() 
         running.cancel()
 
 
+async def test_a_refusal_waits_for_no_message_and_ends_one_that_is_still_sent() -> None:
+    async with FakeMesh(gateway_most_calls=1) as peers:
+        peers.workers[0].hold_at = 1
+        running = peers.stub.Generate(ask())
+        await running.read()
+        silent: Any = peers.channel.stream_unary("/weft.v1.Inference/Complete")()
+        large = peers.stub.Complete(ask("x" * (12 << 20)))
+        for call in (silent, large):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await asyncio.wait_for(call, 60)
+            assert_full(refused.value)
+        running.cancel()
+
+
 def assert_full(error: aio.AioRpcError) -> None:
     """The error is the gate's refusal, with its reason and a delay."""
     assert error.code() is StatusCode.RESOURCE_EXHAUSTED

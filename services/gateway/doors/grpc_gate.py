@@ -76,38 +76,36 @@ class RefusalInterceptor(aio.ServerInterceptor):
         """`refusal` is for all calls but those of probes, `answer_refusal` instead of it for those that ask for an
         answer."""
         self._refusals = refusal, answer_refusal
-        self._known: dict[str, tuple[bool, Refusal]] = {}
-        """By method: whether it takes several requests, and what refuses its calls."""
+        self._known: dict[str, Refusal] = {}
+        """What refuses the calls of a method that exists, by its name."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         method, handler = handler_call_details.method, None
-        known = self._known.get(method)
-        if known is None:
+        refusal = self._known.get(method)
+        if refusal is None:
             handler = await continuation(handler_call_details)
             if handler is None or method.startswith(_HEALTH) or method.endswith(_STATES):
                 return handler
-            known = self._known[method] = handler.request_streaming, self._refusals[method in _ANSWERS]
-        request_streaming, refusal = known
+            refusal = self._known[method] = self._refusals[method in _ANSWERS]
         error = refusal(credentials_of(handler_call_details.invocation_metadata))
         if error is not None:
-            return _refusing(error.code, error.reason, error.message, error.retry_after_s, request_streaming)
+            return _refusing(error.code, error.reason, error.message, error.retry_after_s)
         return handler or await continuation(handler_call_details)
 
 
 @lru_cache(maxsize=16)
-def _refusing(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float, request_streaming: bool) -> Any:
+def _refusing(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float) -> Any:
     """A handler of calls that end with this error and without a message: most refusals are like the one before them.
 
-    It sets the status. The exception of `context.abort` and the call would hold each other until the garbage collector
+    It takes a stream of requests, whatever the method takes: gRPC reads none of them before it calls the handler. It
+    sets the status. The exception of `context.abort` and the call would hold each other until the garbage collector
     finds them, which takes 20 ms for the refusals of a second.
     """
     status: Any = WeftError(code, reason, message, retry_after_s=retry_after_s).status()
 
-    async def refuse(request: object, context: Any) -> None:
+    async def refuse(requests: object, context: Any) -> None:
         context.set_code(status.code)
         context.set_details(status.details)
         context.set_trailing_metadata(status.trailing_metadata)
 
-    if request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    return grpc.unary_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)
