@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
 Message = TypeVar("Message")
@@ -10,6 +10,8 @@ Message = TypeVar("Message")
 _MOST_JOINED = 64
 _MOST_JOINED_BYTES = 1 << 20
 """Of a message with those that follow it."""
+_IN_A_TURN = 8
+"""Messages that are read in a turn of the event loop."""
 
 
 class SendQueueFull(Exception):
@@ -66,7 +68,13 @@ def _join(message: Any, waiting: deque[Any]) -> None:
         message.more.append(waiting.popleft())
 
 
-def unjoined(message: Any) -> Iterator[Any]:
-    """A message that was received, and those that follow it in its field `more`."""
+async def unjoined(message: Any) -> AsyncIterator[Any]:
+    """A message that was received, and those that follow it in its field `more`.
+
+    After a few of them the event loop has a turn: each may wake a task, and what else arrives would wait for all.
+    """
     yield message
-    yield from message.more
+    for count, each in enumerate(message.more, 1):
+        if count % _IN_A_TURN == 0:
+            await asyncio.sleep(0)
+        yield each

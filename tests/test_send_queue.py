@@ -14,7 +14,7 @@ def submission(number: int, keys: int = 0) -> mesh.DispatchRequest:
 async def sent(queue: SendQueue[mesh.DispatchRequest]) -> list[list[str]]:
     """The job ids of all messages, by what is sent together."""
     queue.close()
-    return [[each.submit.job_id for each in unjoined(message)] async for message in queue]
+    return [[each.submit.job_id async for each in unjoined(message)] async for message in queue]
 
 
 async def test_messages_that_wait_are_sent_with_the_one_before_them() -> None:
@@ -25,6 +25,25 @@ async def test_messages_that_wait_are_sent_with_the_one_before_them() -> None:
     together = await sent(queue)
     assert [len(each) for each in together] == [65, 65, 20]
     assert [job for each in together for job in each] == [str(number) for number in range(150)]
+
+
+async def test_other_tasks_have_turns_while_many_messages_are_read() -> None:
+    message = submission(0)
+    message.more.extend(submission(number) for number in range(1, 33))
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    seen = [turns async for _ in unjoined(message)]
+    counting.cancel()
+    each = [seen.count(turn) for turn in sorted(set(seen))]
+    assert max(each) <= 8
+    assert len(each) >= 4
 
 
 async def test_a_peer_that_reads_one_at_a_time_gets_one_at_a_time() -> None:

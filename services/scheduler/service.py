@@ -113,7 +113,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
 
     async def _read_gateway(self, gateway_id: str, requests: AsyncIterator[mesh.DispatchRequest]) -> None:
         async for request in requests:
-            for each in unjoined(request):
+            async for each in unjoined(request):
                 self._receive(gateway_id, each)
 
     def _receive(self, gateway_id: str, request: mesh.DispatchRequest) -> None:

@@ -148,7 +148,7 @@ async def unjoined_all(requests: AsyncIterator[Any], together: list[int]) -> Asy
     """The messages of a stream, each by itself. together: gets how many each message of gRPC had."""
     async for request in requests:
         together.append(1 + len(request.more))
-        for each in unjoined(request):
+        async for each in unjoined(request):
             yield each
 
 

@@ -167,7 +167,7 @@ async def test_several_messages_share_one(scheduler: Mesh) -> None:
     answers: list[mesh.DispatchResponse] = []
     while not answers:
         message = await asyncio.wait_for(gateway.call.read(), WAIT_S)
-        answers = [each for each in unjoined(message) if each.WhichOneof("message") == "assigned"]
+        answers = [each async for each in unjoined(message) if each.WhichOneof("message") == "assigned"]
     assert [each.assigned.job_id for each in answers] == ["a", "b", "c"]
     assert [each.submissions_read for each in answers] == [1, 2, 3]
 

@@ -257,7 +257,7 @@ class SchedulerLink:
         call = SchedulerStub(channel).Dispatch(aiter(unsent), wait_for_ready=True)
         try:
             async for message in call:
-                for each in unjoined(message):
+                async for each in unjoined(message):
                     self._receive(each)
                 if self._unsent is not unsent:  # It was full: the scheduler does not read.
                     return

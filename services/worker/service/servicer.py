@@ -173,7 +173,7 @@ async def _beat(progress: Progress, link: Subscriber) -> None:
 async def _read(jobs: Jobs, link: Subscriber, requests: AsyncIterator[mesh.RunRequest]) -> None:
     try:
         async for request in requests:
-            for each in unjoined(request):
+            async for each in unjoined(request):
                 _receive(jobs, link, each)
     finally:
         link.close()
