@@ -27,6 +27,7 @@ from bench import figures
 from bench.engine.copying import make_copying, walk
 from bench.speculation.cells import CONTEXT, PACES, Cell, measure
 from report import machine
+from services.process import keep_pauses_short
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.loader import presets
@@ -46,11 +47,13 @@ COLUMNS = ("tok/s", "ratio", "k", "rows guessed", "right")
 
 
 def open_engine(model: str, **options: Any) -> GenerationEngine:
-    """An engine of random weights, the same for every call."""
+    """An engine of random weights, the same for every call, whose process has the pauses of one that serves."""
     settings: dict[str, Any] = {
         "engine": "gpu", "dtype": "bfloat16", "max_seq_length": 16384, "kv_blocks": 36000, **options,
     }  # fmt: skip
-    return build_engine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None).engine
+    engine = build_engine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None).engine
+    keep_pauses_short()  # One pause of 150 ms would be a fourteenth of a cell.
+    return engine
 
 
 def close(engine: GenerationEngine) -> None:
