@@ -16,16 +16,21 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import compile_cache
+from kernels.linear import packed_prefill
 from services.worker.build import kernel_cache
 from services.worker.build.kernel_cache import Compilation, Marker, compiling
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
+from services.worker.runners.cuda.draft_model import CATCH_UPS_AT_START
+from services.worker.runners.step import CATCH_UP_TOKENS
 from tests.checkpoints import make_checkpoint
 from tests.served import WIDE_EXPERTS
 from tests.tiny_config import tiny_config
 
 CONFIG = tiny_config(layers=4, head_dim=64, windows=(None, 64, None, 64), eos_token_ids=(1,))
 OPTIONS = EngineOptions(engine="gpu", dtype="float32")
+FEW_TOKENS = 64
+"""Tokens up to which products have a kernel for few rows."""
 ORDER = {"folder": "/model", "options": {}}
 
 
@@ -194,6 +199,7 @@ def launched(folder, **options):
 
 tiny = presets.folder_of("random:tiny")
 report = {"plain": launched(tiny), "int4": launched(tiny, quantize="int4")}
+report["draft"] = launched(tiny, speculate="draft:random:tiny", draft_quantize="int4")
 torch.cuda.current_device = lambda: 0
 compile_kernels.UnconnectedCollectives = lambda grid, words, _: UnconnectedCollectives(grid, words, torch.device("cpu"))
 for rank in range(2):
@@ -226,6 +232,19 @@ def test_all_kernels_of_a_start_are_found_without_launching_one(
     assert {"rms_norm_kernel", "shrink_kernel", "expand_kernel"} <= found, found
     assert ("packed_gemm_kernel" in found) == (weights == "int4")
     assert len(found) > 10
+
+
+def test_the_kernels_of_a_rounded_draft_are_found(launches: dict[str, list[list[str]]]) -> None:
+    found = {name for name, _ in launches["draft"]} - {name for name, _ in launches["plain"]}
+    assert {"packed_gemm_kernel", "advance_kernel"} <= found, found
+
+
+@pytest.mark.parametrize("shape", [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (28672, 4096)])
+def test_what_a_draft_catches_up_at_the_start_needs_every_kernel_of_later_products(shape: tuple[int, int]) -> None:
+    """On a Hopper GPU. One that is compiled later stops the engine for seconds."""
+    started = {packed_prefill.shape_for(tokens, *shape) for tokens in CATCH_UPS_AT_START if tokens > FEW_TOKENS}
+    later = {packed_prefill.shape_for(tokens, *shape) for tokens in range(FEW_TOKENS + 1, CATCH_UP_TOKENS + 1)}
+    assert later <= started
 
 
 def test_ranks_with_whole_experts_run_the_kernels_that_are_compiled_for_the_first(

@@ -23,6 +23,7 @@ from kernels import compile_cache, kv_pages
 from kernels.compile_cache import RecordedKernel
 from services.worker.build import assemble, memory
 from services.worker.build.assemble import WeightSource
+from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
 from services.worker.build.gpu_rank import peer_words_of, rank_ops
 from services.worker.build.grid import own_part
 from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
@@ -89,6 +90,20 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     )  # fmt: skip
     runner.kv.allocate(_FEW_BLOCKS)
     runner.launch_all()
+    if options.draft:
+        _launch_draft(runner, ops, locate_draft(options, folder, whole), options, max_length)
+
+
+def _launch_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineOptions, max_length: int) -> None:
+    """Run all passes of the draft model, likewise."""
+    own = draft_options(options)
+    source = _few_layers(folder, read_config(folder), own)
+    config = source.config
+    source = replace(source, head=draft_head(options, config.hidden_size))
+    model = source.load(ops, min(max_length, config.context_length), own, lambda phase, done, total: None)
+    guessing = runner.use_draft(model, assemble.stored_dtype(config, own))
+    guessing.allocate(_FEW_BLOCKS)
+    guessing.launch_all()
 
 
 def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions) -> WeightSource:

@@ -28,6 +28,8 @@ LAST_TOKEN, OWN_GUESS = -1, -2
 """Ids whose token the runner has itself."""
 MOST_GUESSES = 8
 """Guesses of a row at most."""
+CATCH_UP_TOKENS = 512
+"""Tokens that a draft model computes in a step before its guesses, of all sequences together."""
 HEADER_WORDS = EDIT_WORDS = ROW_WORDS = 3
 """Words before the edits, words of an edit before its data, words of a row."""
 _STATE = struct.Struct("=7i6f")

@@ -8,9 +8,8 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from services.worker.planner.sequence import Sequence
+from services.worker.runners.step import CATCH_UP_TOKENS
 
-CATCH_UP_TOKENS = 512
-"""Tokens that the draft model computes in a step before its guesses, of all sequences together."""
 _STEADY = 2
 """Tokens of a row that are missing at most after a step with guesses: two after one whose guesses were all right. Such
 rows compute equally many tokens, because rows of equal length are faster than ragged ones."""

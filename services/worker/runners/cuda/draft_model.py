@@ -27,10 +27,12 @@ from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.step_words import Sizes, StepRows, empty_step, put
 from services.worker.runners.cuda.upload import NO_EDITS, StepUpload
-from services.worker.runners.step import Rows
+from services.worker.runners.step import CATCH_UP_TOKENS, Rows
 
 Pending = tuple[int, Sequence[int]]
 """The position of the first token that the draft lacks, and the tokens from there to the last known one."""
+CATCH_UPS_AT_START = range(64, CATCH_UP_TOKENS + 1, 64)
+"""Tokens of the catch-ups that are computed at the start. Products of other numbers have the kernels of these."""
 _Pass = tuple[int, int]
 """Rows of a pass, and the most tokens of a row: 1 in later passes."""
 
@@ -113,12 +115,19 @@ class GpuDraftModel:
         return sorted(found, key=lambda each: (each[0] * each[1], each), reverse=True)
 
     def _warm_up_catch_ups(self) -> None:
-        """Compile what no graph holds: attention of prompts, for each number of rows that has a kernel of its own."""
+        """Compile what no graph holds: attention of prompts, for each number of rows that has a kernel of its own, and
+        products of as many tokens as a step catches up, for each kernel: those of rounded weights take seconds."""
+        ahead = min(MOST_GUESS_TOKENS, self._step_tokens)
         for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS if rows >= 16}):
-            sizes = min(MOST_GUESS_TOKENS, self._step_tokens), rows, 0
-            self._send_rows(empty_step(), sizes)
-            self._settle()
-            self.forward.compute(sizes, sizes[0] - 1, self._first_features)
+            self._warm_up_catch_up((ahead, rows, 0))
+        for tokens in CATCH_UPS_AT_START:
+            if tokens <= self._step_tokens:
+                self._warm_up_catch_up((tokens, 1, 0))
+
+    def _warm_up_catch_up(self, sizes: Sizes) -> None:
+        self._send_rows(empty_step(), sizes)
+        self._settle()
+        self.forward.compute(sizes, sizes[0] - 1, self._first_features)
 
     def _begin_empty(self, rows: int, longest: int) -> None:
         self._send([], rows, longest)
