@@ -161,7 +161,7 @@ BUGS = (
         "gateway/test_queue_share.py::test_without_marks_the_scheduler_refuses_few_and_the_queue_is_never_empty"),
     Bug("a queue that is nearly full marks no placement", "scheduler/core/admission", "if waiting >= _NEARLY_FULL *",
         "if waiting >= 2 *", "scheduler/test_core.py::test_answers_are_marked_while_the_queue_is_nearly_full"),
-    Bug("messages behind the first one are dropped", "send_queue", "    yield from message.more", "    yield from ()",
+    Bug("messages behind the first one are dropped", "send_queue", "enumerate(message.more, 1)", "enumerate((), 1)",
         "scheduler/test_service.py::test_several_messages_share_one"),
     # ---- texts ----
     Bug("the refusals of a flood are immediate", "gateway/text/refusal_pace", "return max(0.0, ends - now)",
