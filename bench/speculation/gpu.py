@@ -136,7 +136,8 @@ def save(out: Path, result: Mapping[str, Any]) -> None:
     (out / f"{name}.md").write_text("\n".join(lines) + "\n")
     if points:
         title = f"Speed-up by a draft model, {result['settings']['model']}"
-        figures.write(out / f"{name}.svg", title, points, "tokens/s over those without guesses")
+        lines_of = {kind: sorted(line) for kind, line in points.items()}
+        figures.write(out / f"{name}.svg", title, lines_of, "tokens/s over those without guesses")
 
 
 _ABOUT_PACES = (
