@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 Message = TypeVar("Message")
@@ -68,13 +68,13 @@ def _join(message: Any, waiting: deque[Any]) -> None:
         message.more.append(waiting.popleft())
 
 
-async def unjoined(message: Any) -> AsyncIterator[Any]:
-    """A message that was received, and those that follow it in its field `more`.
+async def unjoin(message: Any, receive: Callable[[Any], None]) -> None:
+    """Calls `receive` with a message that was received, and with those that follow it in its field `more`.
 
     After a few of them the event loop has a turn: each may wake a task, and what else arrives would wait for all.
     """
-    yield message
+    receive(message)
     for count, each in enumerate(message.more, 1):
         if count % _IN_A_TURN == 0:
             await asyncio.sleep(0)
-        yield each
+        receive(each)

@@ -3,7 +3,7 @@
 import asyncio
 
 from protos import mesh_pb2 as mesh
-from services.send_queue import SendQueue, unjoined
+from services.send_queue import SendQueue, unjoin
 
 
 def submission(number: int, keys: int = 0) -> mesh.DispatchRequest:
@@ -14,7 +14,12 @@ def submission(number: int, keys: int = 0) -> mesh.DispatchRequest:
 async def sent(queue: SendQueue[mesh.DispatchRequest]) -> list[list[str]]:
     """The job ids of all messages, by what is sent together."""
     queue.close()
-    return [[each.submit.job_id async for each in unjoined(message)] async for message in queue]
+    together: list[list[str]] = []
+    async for message in queue:
+        received: list[mesh.DispatchRequest] = []
+        await unjoin(message, received.append)
+        together.append([each.submit.job_id for each in received])
+    return together
 
 
 async def test_messages_that_wait_are_sent_with_the_one_before_them() -> None:
@@ -39,7 +44,8 @@ async def test_other_tasks_have_turns_while_many_messages_are_read() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count_turns())
-    seen = [turns async for _ in unjoined(message)]
+    seen: list[int] = []
+    await unjoin(message, lambda _: seen.append(turns))
     counting.cancel()
     each = [seen.count(turn) for turn in sorted(set(seen))]
     assert max(each) <= 8

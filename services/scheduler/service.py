@@ -6,6 +6,7 @@ Each stream has a reader, which applies its messages to the core at once, and a 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -33,7 +34,7 @@ from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.peer_stream import PeerStream, replace_stream
 from services.scheduler.tracing import QueueSpans
 from services.security import mesh_id as mesh_ids
-from services.send_queue import unjoined
+from services.send_queue import unjoin
 
 log = structlog.get_logger("scheduler")
 
@@ -112,9 +113,9 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                 self._perform(self._core.on_gateway_detached(gateway_id, self._clock()))
 
     async def _read_gateway(self, gateway_id: str, requests: AsyncIterator[mesh.DispatchRequest]) -> None:
+        receive = partial(self._receive, gateway_id)
         async for request in requests:
-            async for each in unjoined(request):
-                self._receive(gateway_id, each)
+            await unjoin(request, receive)
 
     def _receive(self, gateway_id: str, request: mesh.DispatchRequest) -> None:
         match request.WhichOneof("message"):

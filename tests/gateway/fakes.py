@@ -28,7 +28,7 @@ from services.errors import WeftError, unavailable
 from services.gateway.access.load_gate import LoadGate
 from services.gateway.main import gateway
 from services.gateway.settings import GatewaySettings
-from services.send_queue import SendQueue, unjoined
+from services.send_queue import SendQueue, unjoin
 from tests.gateway.model import ANSWER, BUNDLE, make_card
 
 # The generated stubs have the asynchronous classes in their types only.
@@ -148,7 +148,9 @@ async def unjoined_all(requests: AsyncIterator[Any], together: list[int]) -> Asy
     """The messages of a stream, each by itself. together: gets how many each message of gRPC had."""
     async for request in requests:
         together.append(1 + len(request.more))
-        async for each in unjoined(request):
+        received: list[Any] = []
+        await unjoin(request, received.append)
+        for each in received:
             yield each
 
 

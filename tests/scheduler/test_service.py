@@ -21,7 +21,7 @@ from services import rpc
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.service import SchedulerService
-from services.send_queue import unjoined
+from services.send_queue import unjoin
 from tests.gateway.fakes import until
 
 CARD = mesh.ModelCard(name="story", fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32, context_length=512)
@@ -167,7 +167,9 @@ async def test_several_messages_share_one(scheduler: Mesh) -> None:
     answers: list[mesh.DispatchResponse] = []
     while not answers:
         message = await asyncio.wait_for(gateway.call.read(), WAIT_S)
-        answers = [each async for each in unjoined(message) if each.WhichOneof("message") == "assigned"]
+        received: list[mesh.DispatchResponse] = []
+        await unjoin(message, received.append)
+        answers = [each for each in received if each.WhichOneof("message") == "assigned"]
     assert [each.assigned.job_id for each in answers] == ["a", "b", "c"]
     assert [each.submissions_read for each in answers] == [1, 2, 3]
 

@@ -21,7 +21,7 @@ from services.errors import WeftError, unavailable
 from services.gateway.links.queue_share import QUEUE_FULL, QueueShare
 from services.gateway.links.unread_submissions import UnreadSubmissions, scheduler_overloaded
 from services.security import mesh_id as mesh_ids
-from services.send_queue import SendQueue, SendQueueFull, unjoined
+from services.send_queue import SendQueue, SendQueueFull, unjoin
 
 log = structlog.get_logger("dispatch")
 
@@ -257,8 +257,7 @@ class SchedulerLink:
         call = SchedulerStub(channel).Dispatch(aiter(unsent), wait_for_ready=True)
         try:
             async for message in call:
-                async for each in unjoined(message):
-                    self._receive(each)
+                await unjoin(message, self._receive)
                 if self._unsent is not unsent:  # It was full: the scheduler does not read.
                     return
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -11,7 +12,7 @@ from grpc import StatusCode, aio
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError, invalid, unavailable
 from services.security import mesh_id as mesh_ids
-from services.send_queue import unjoined
+from services.send_queue import unjoin
 from services.worker.engine.base import StepProfile, StepProfiler
 from services.worker.service.adapters import Adapters
 from services.worker.service.block_lender import BlockLender
@@ -171,10 +172,10 @@ async def _beat(progress: Progress, link: Subscriber) -> None:
 
 
 async def _read(jobs: Jobs, link: Subscriber, requests: AsyncIterator[mesh.RunRequest]) -> None:
+    receive = partial(_receive, jobs, link)
     try:
         async for request in requests:
-            async for each in unjoined(request):
-                _receive(jobs, link, each)
+            await unjoin(request, receive)
     finally:
         link.close()
 
