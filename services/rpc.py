@@ -81,6 +81,8 @@ _LINK_OPTIONS = [
     # Each channel has its own connection, so that a stalled link blocks no other.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+FEW_UNREAD_BYTES = 16 << 10
+"""Bytes of some fifty short messages."""
 
 
 UNPROTECTED_HELP = (
@@ -342,14 +344,23 @@ def check_address(address: str, protected: bool, allow_unprotected: bool) -> Non
 
 
 def link_channel(
-    address: str, peer: Role | None = None, identity: Identity | None = None, *, connect_s: float = 0.1
+    address: str,
+    peer: Role | None = None,
+    identity: Identity | None = None,
+    *,
+    connect_s: float = 0.1,
+    unread_bytes: int | None = None,
 ) -> aio.Channel:
     """A channel with its own connection to a service whose role is `peer`: a server of another role is refused.
 
     `identity` is that of the process unless it is given. Without credentials the connection is plain. One attempt to
-    connect may take `connect_s` or longer. Raises ValueError if there are credentials and no `peer`.
+    connect may take `connect_s` or longer. `unread_bytes`: most bytes of a stream's messages that are received before
+    they are read, but for a larger one; None: gRPC chooses, and takes megabytes. The others wait at the peer, which can
+    join them. Raises ValueError if there are credentials and no `peer`.
     """
     options: list[tuple[str, str | int]] = [*_LINK_OPTIONS, ("grpc.min_reconnect_backoff_ms", int(1e3 * connect_s))]
+    if unread_bytes is not None:
+        options += [("grpc.http2.lookahead_bytes", unread_bytes), ("grpc.http2.bdp_probe", 0)]
     credentials = (identity or identities.current()).client()
     if credentials is None:
         return aio.insecure_channel(address, options=options)

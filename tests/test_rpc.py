@@ -1,4 +1,5 @@
-"""A server's calls: many are accepted in a few turns of its event loop, and none is left over when it stops."""
+"""A server's calls: many are accepted in a few turns of its event loop, and none is left over when it stops. And what a
+channel takes unread."""
 
 import asyncio
 import threading
@@ -95,3 +96,40 @@ async def test_calls_that_arrive_as_a_server_stops_are_answered(turns: Turns) ->
     time.sleep(0.2)  # noqa: ASYNC251 - and until they have arrived.
     await server.stop(DRAIN_S)
     assert await calling < DRAIN_S / 2
+
+
+class Writer:
+    """Writes messages of a kilobyte, as fast as gRPC takes them, and at last a large one."""
+
+    MESSAGES, LARGE = 500, 1 << 20
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    async def Generate(self, request: api.GenerateRequest, context: Any) -> None:
+        """The messages."""
+        for size in (*[1 << 10] * self.MESSAGES, self.LARGE):
+            await context.write(api.GenerateResponse(delta=api.Delta(text="x" * size)))
+            self.written += 1
+
+    def __getattr__(self, name: str) -> Any:
+        """The other methods, which nothing calls."""
+
+
+async def test_what_a_peer_sends_beyond_a_few_unread_bytes_waits_there() -> None:
+    writer = Writer()
+    door = rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, writer)
+    server = await rpc.serve("127.0.0.1:0", [door])
+    async with rpc.link_channel(f"127.0.0.1:{server.port}", unread_bytes=rpc.FEW_UNREAD_BYTES) as channel:
+        stub: Any = InferenceStub(channel)
+        messages = aiter(stub.Generate(api.GenerateRequest()))
+        received = [await anext(messages)]
+        before, same = -1, 0
+        while same < 20:  # Until nothing more is written.
+            await asyncio.sleep(0.02)
+            before, same = writer.written, same + 1 if writer.written == before else 0
+        unread = writer.written
+        received += [each async for each in messages]
+    await server.stop(0)
+    assert unread << 10 < 2 * rpc.FEW_UNREAD_BYTES
+    assert [len(each.delta.text) for each in received] == [1 << 10] * Writer.MESSAGES + [Writer.LARGE]

@@ -126,7 +126,7 @@ class SchedulerLink:
 
     async def _run(self) -> None:
         log.info("connecting to the scheduler", at=self._address)
-        async with rpc.link_channel(self._address, "scheduler") as channel:
+        async with rpc.link_channel(self._address, "scheduler", unread_bytes=rpc.FEW_UNREAD_BYTES) as channel:
             while True:
                 pause_s = 0.05
                 try:

@@ -265,7 +265,9 @@ class WorkerLink:
 
     async def _run(self, address: str) -> None:
         try:
-            async with rpc.link_channel(address, "worker", connect_s=self._connect_s) as channel:
+            # While this process is behind, tokens wait at the worker, which sends those of several steps together.
+            few = rpc.FEW_UNREAD_BYTES
+            async with rpc.link_channel(address, "worker", connect_s=self._connect_s, unread_bytes=few) as channel:
                 await self._connect(channel)
                 call = WorkerStub(channel).Run(aiter(self._unsent))
                 async for message in call:
