@@ -82,7 +82,7 @@ _LINK_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 FEW_UNREAD_BYTES = 16 << 10
-"""Bytes of some fifty short messages."""
+"""Bytes of some fifty messages with the tokens of a step."""
 
 
 UNPROTECTED_HELP = (

@@ -46,7 +46,7 @@ TEXTS, SERVED = 256, 4
 """Texts of a round, and how often the servers get them."""
 CLIENTS = 32
 HITS = 1024
-"""Calls of which a share of one in a hundred is told: with 256 the two or three slowest would decide."""
+"""Calls of each kind of hit: of 256, the slowest two or three would decide the p99."""
 _SHAPE: Mapping[str, Any] = {
     "hidden_size": 384,
     "intermediate_size": 1536,
