@@ -115,8 +115,8 @@ class GpuDraftModel:
         return sorted(found, key=lambda each: (each[0] * each[1], each), reverse=True)
 
     def _warm_up_catch_ups(self) -> None:
-        """Compile what no graph holds: attention of prompts, for each number of rows that has a kernel of its own, and
-        products of as many tokens as a step catches up, for each kernel: those of rounded weights take seconds."""
+        """Run catch-ups of all sizes, which no graph holds. Their attention has kernels that depend on the number of
+        rows, their products have kernels that depend on the number of tokens; to compile one may take seconds."""
         ahead = min(MOST_GUESS_TOKENS, self._step_tokens)
         for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS if rows >= 16}):
             self._warm_up_catch_up((ahead, rows, 0))
