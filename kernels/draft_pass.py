@@ -1,5 +1,7 @@
-"""Ends a pass of a draft model: its guesses go to the table that the step which checks them reads, and the words become
-those of the next pass. Knows rows and slots, no model.
+"""Begins and ends passes of a draft model on the device. Knows rows and slots, no model.
+
+`follow` makes the words of a first pass behind a step that checks guesses. `advance` ends a pass: its guesses go to the
+table that the next such step reads, and the words become those of the next pass.
 
 The words of a pass, int32: those of a step of R rows of one token each, as `kernels.step_io` defines them; then two
 lists of R, each at a multiple of four words:
@@ -18,6 +20,8 @@ from kernels import step_io
 from kernels.dependent_launch import launch_options, wait
 
 _BLOCK = 64
+MOST_FOLLOWED = 64
+"""Rows of a step that is followed, at most."""
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -60,6 +64,76 @@ def advance(drawn: Tensor, slots: Tensor, last_token: Tensor, words: Tensor, gue
     advance_kernel[(triton.cdiv(rows, _BLOCK),)](
         drawn, slots, last_token, words, guesses, rows, BLOCK=_BLOCK, num_warps=2, **launch_options(words.device)
     )
+
+
+@triton.jit(do_not_specialize=["T", "R", "count", "held"])
+def follow_kernel(
+    checked,  # int32: the words of the step, as `kernels.step_io` defines them
+    kept,  # int32 [R]: draws that each row keeps
+    last_token,  # int64 [slots]
+    guesses,  # int32 [slots, MOST]: the table
+    words,  # int32 out: as above for `held` rows, then those of a step of `held` rows of up to two tokens
+    T, R, count, held,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows; those without guesses, or without a draw, get no tokens."""
+    wait(PDL)
+    rows = tl.arange(0, BLOCK)
+    inside, lists = rows < held, tl.cdiv(held, 4) * 4
+    starts = checked + tl.cdiv(T, 4) * 4
+    contexts = starts + tl.cdiv(R + 1, 4) * 4
+    some = rows < count
+    length = tl.load(starts + 1 + rows, mask=some, other=0) - tl.load(starts + rows, mask=some, other=0)
+    draws = tl.load(kept + rows, mask=some, other=0)
+    on = (length > 1) & (draws > 0)
+    both = on & (draws == length)
+    slot = tl.load(contexts + tl.cdiv(R, 4) * 4 + rows, mask=some, other=0)
+    context = tl.where(on, tl.load(contexts + rows, mask=some, other=0) - length + draws + 1, 0)
+    last = tl.load(last_token + slot.to(tl.int64), mask=on, other=0).to(tl.int32)
+    right = tl.load(guesses + slot.to(tl.int64) * MOST + length - 2, mask=both, other=0)
+    owner, chosen = tl.where(on, slot, -1), tl.where(on, rows, -1)
+
+    # The words of one token a row, which `advance` makes those of the second pass.
+    begins = words + lists
+    tl.store(words + rows, last, mask=inside)
+    tl.store(begins + rows, tl.minimum(rows, count), mask=rows <= held)
+    ends = begins + tl.cdiv(held + 1, 4) * 4
+    tl.store(ends + rows, context, mask=inside)
+    tl.store(ends + lists + rows, owner, mask=inside)
+    tl.store(ends + 2 * lists + rows, chosen, mask=inside)
+    tl.store(ends + 3 * lists + rows, slot * MOST, mask=inside)
+    tl.store(ends + 4 * lists + rows, tl.where(on, length - 1, 0), mask=inside)
+
+    # The words of the first pass: the last guess, too, where all were right, as the draft model has not computed it.
+    ids = ends + 5 * lists
+    tokens = on.to(tl.int32) + both.to(tl.int32)
+    end = tl.cumsum(tokens, 0)
+    tl.store(ids + end - tokens, right, mask=both)
+    tl.store(ids + end - 1, last, mask=on)
+    begins = ids + tl.cdiv(2 * held, 4) * 4
+    tl.store(begins + rows, end - tokens, mask=rows <= held)
+    ends = begins + tl.cdiv(held + 1, 4) * 4
+    tl.store(ends + rows, context, mask=inside)
+    tl.store(ends + lists + rows, owner, mask=inside)
+    tl.store(ends + 2 * lists + rows, chosen, mask=inside)
+
+
+def follow(
+    checked: Tensor, sizes: tuple[int, int, int], count: int, kept: Tensor, last_token: Tensor, guesses: Tensor,
+    words: Tensor, held: int,
+) -> None:  # fmt: skip
+    """Make `words` those of the passes of `held` rows behind a step that checks guesses, before the host has its
+    results: of a first pass of up to two tokens a row behind those of a pass of one token.
+
+    checked int32: the words of the step, of these sizes and with `count` rows, at most MOST_FOLLOWED. kept int32 [R]:
+    draws that each row keeps; last_token int64 [slots]: the last of them; guesses int32 [slots, most]: the table. A row
+    wants as many guesses as it had.
+    """
+    assert count <= held <= MOST_FOLLOWED, (count, held)
+    follow_kernel[(1,)](
+        checked, kept, last_token, guesses, words, sizes[0], sizes[1], count, held,
+        MOST=guesses.shape[1], BLOCK=2 * MOST_FOLLOWED, num_warps=4, **launch_options(words.device),
+    )  # fmt: skip
 
 
 def lists_of(rows: int) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from tests.kernels.cases import (
     check_gelu,
     check_layer_norm,
     check_masks,
+    check_pass_behind_a_step,
     check_sampling,
     check_step_lists,
     close,
@@ -399,6 +400,12 @@ def test_edits_of_slots() -> None:
 def test_ends_of_passes_of_a_draft_model() -> None:
     for held, wanted in ((1, [3]), (64, [4, 1] * 30), (131, [2, 1, 0, 8] * 25)):
         check_draft_pass(held, wanted)
+
+
+def test_passes_behind_a_step() -> None:
+    some = [(5, 5), (5, 2), (1, 1), (3, 0), (9, 9), (2, 1)]
+    for held, drawn in ((1, [(5, 5)]), (4, [(2, 2), (2, 1), (3, 3)]), (8, some), (64, some * 10)):
+        check_pass_behind_a_step(held, drawn)
 
 
 def test_lists_of_a_step() -> None:

@@ -15,7 +15,7 @@ from services.worker.engine.generation import GenerationEngine
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.speculative.speculation import Speculation
-from tests.checkpoints import DEMO
+from tests.checkpoints import DEMO, SMALL_DEMO
 from tests.draft_heads import make_heads
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import job, open_engine, prompt_of, run
@@ -106,6 +106,14 @@ def test_heads_that_a_gpu_trained_are_as_often_right_as_on_a_cpu(tmp_path: Path)
     begun = enumerate(prompts(DEMO))
     jobs = [job(key, prompt, max_tokens=200, temperature=key % 2, seed=key) for key, prompt in begun]
     differences = differences_to_a_cpu(DEMO, jobs, speculate=f"heads:{tmp_path / 'heads'}", max_seq_length=256)
+    assert max(map(abs, differences)) < 0.06, differences
+
+
+def test_a_draft_is_as_often_right_as_on_a_cpu() -> None:
+    """Also where its guesses were made behind the step before, of which some were wrong."""
+    begun = enumerate(prompts(DEMO))
+    jobs = [job(key, prompt, max_tokens=200, temperature=key % 2, seed=key) for key, prompt in begun]
+    differences = differences_to_a_cpu(DEMO, jobs, speculate=f"draft:{SMALL_DEMO}", max_seq_length=256)
     assert max(map(abs, differences)) < 0.06, differences
 
 

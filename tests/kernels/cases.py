@@ -310,6 +310,58 @@ def check_draft_pass(held: int, wanted: list[int]) -> None:
     assert sent[end:].eq(77).all()
 
 
+def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]]) -> None:
+    """The words of the passes behind a step whose rows have these lengths and keep these draws; the graphs of both have
+    `held` rows."""
+    count, slots = len(drawn), held + 3
+    lengths, kept = ([row[part] for row in drawn] for part in (0, 1))
+    owners, contexts = random.sample(range(slots), count), random.sample(range(9, 900), count)
+    sizes = held * max(lengths), held, held * max(lengths)
+    words = np.full(step_io.words_of(*sizes), 77, np.int32)
+    StepRows(Rows(owners, lengths, lengths, np.full(sum(lengths), -2, np.int32)), contexts).lay_out(
+        words.data, 0, sizes
+    )
+    checked, counts = torch.from_numpy(words).to(DEVICE), torch.full((held,), 77, dtype=torch.int32, device=DEVICE)
+    counts[:count] = torch.tensor(kept)
+    last = torch.randint(0, 900, (slots + 1,), device=DEVICE)
+    guesses = torch.randint(0, 900, (slots + 1, 8), dtype=torch.int32, device=DEVICE)
+
+    rows, expected = [], {}
+    for slot, length, context, draws in zip(owners, lengths, contexts, kept, strict=True):
+        if length > 1 and draws:
+            right = [int(guesses[slot, length - 2])] if draws == length else []
+            expected[slot] = [*right, int(last[slot])], context - length + draws + 1, length - 1
+        rows.append(expected.get(slot))
+    first_at = draft_pass.lists_of(held)[-1]
+    sent = torch.full((first_at + step_io.words_of(2 * held, held, held) + 4,), 77, dtype=torch.int32, device=DEVICE)
+    draft_pass.follow(checked, sizes, count, counts, last, guesses, sent, held)
+    assert sent[-4:].eq(77).all()
+    places, left, _ = (int(at) for at in draft_pass.lists_of(held))
+    assert sent[left : left + held].tolist() == [*(row[2] if row else 0 for row in rows), *[0] * (held - count)]
+    assert [int(sent[places + at]) for at, row in enumerate(rows) if row] == [
+        slot * 8 for slot, row in zip(owners, rows, strict=True) if row
+    ]
+
+    tables, none = torch.ones(slots + 1, 64, dtype=torch.int32, device=DEVICE), torch.full_like(last, -9)
+    for tokens, at in ((2 * held, first_at), (held, 0)):
+        inputs = step_io.step_inputs(sent[at:], tokens, held, held, tables[:-1].clone())
+        step_io.unpack(sent[at:], none, torch.zeros_like(last), tables, inputs, 16)
+        ids, positions, starts = inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.starts.tolist()
+        assert inputs.contexts.tolist() == [*(row[1] if row else 0 for row in rows), *[0] * (held - count)]
+        assert inputs.sample_slots.tolist() == [
+            *(slot if row else slots for slot, row in zip(owners, rows, strict=True)), *[slots] * (held - count)
+        ]  # fmt: skip
+        for number, row in enumerate(rows):
+            begin, end = starts[number : number + 2]
+            if row is None:
+                assert inputs.slot_mapping[begin:end].eq(-1).all()
+                continue
+            wanted = row[0] if at else row[0][-1:]
+            assert ids[begin:end] == wanted
+            assert positions[begin:end] == [*range(row[1] - len(wanted), row[1])]
+            assert int(inputs.sampled[number]) == end - 1
+
+
 def check_masks(samples: int, masks: int, vocab: int, words: int, dtype: torch.dtype) -> None:
     """Random masks over some lines of logits; tokens beyond a mask's last word are forbidden."""
     logits, lines = rand(samples, vocab, dtype=dtype), torch.randperm(samples, device=DEVICE)[:masks]

@@ -93,10 +93,10 @@ EVERYWHERE = frozenset(
         "dequantize fp8 blocks", "dequantize int4 128", "dequantize int4 64", "dequantize int8", "dequantize nf4",
         "edit", "embed texts", "experts added", "experts added in parts", "experts fp8 600", "experts gated int4 1",
         "experts gated plain 1", "experts int4 zeros 600", "experts of rounded rows plain 600",
-        "experts of rounded rows silu 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200", "int4 32 gated 64",
-        "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states", "layer_norm",
-        "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256", "mask",
-        "packed texts 4096 128", "packed texts 4096 64", "parts 8", "pool texts Pooling.MAX", "qkv 1 64",
+        "experts of rounded rows silu 600", "finite", "follow", "fp8 blocks 200", "gelu True", "int4 128 200",
+        "int4 32 gated 64", "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states",
+        "layer_norm", "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256",
+        "mask", "packed texts 4096 128", "packed texts 4096 64", "parts 8", "pool texts Pooling.MAX", "qkv 1 64",
         "received activations", "rms_norm", "rope norm 128", "rope torch.float8_e4m3fn", "rope torch.int8",
         "round gated rows", "round rows", "route 128", "route 40", "route 600", "rows of ranks", "sample None",
         "sample guesses 1024", "scatter", "sent activations", "silu_and_mul", "states before", "sum and norm",
@@ -345,6 +345,7 @@ def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
     own = torch.zeros(5, 8, dtype=torch.int32)
     yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16, own)
     yield "advance", partial(draft_pass.advance, index(2), index(2), last, step, step)
+    yield "follow", partial(draft_pass.follow, step, (8, 2, 8), 2, step[:2], last, own, step, 2)
     yield "keep states", partial(hidden_states.keep, new(9, 4096), index(9), new(32, 3 * 4096), 4096)
     yield "states before", partial(hidden_states.before, guessed, new(32, 3 * 4096), 16)
     yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])

@@ -115,13 +115,15 @@ def check_guesses() -> None:
 
 def check_draft_guesses() -> None:
     """The draft is the served model itself: its guesses are right, of rows that want one, three and none; behind its
-    last guesses, behind a prompt, and where it has caught up."""
+    last guesses, behind a prompt, where it has caught up, and where they were made behind the step before."""
     gpu, cpu = _runners(3, 48, 32, 9, drafts=True)
     begins = [_admit(0, 5), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
     begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
     sequences, computed = [[7, 9, 9, 30, 41], [8, 3], [5]], [0, 0, 0]
     words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
-    for counts in (None, (3, 1, 0), (2, 3, 1), (0, 0, 0), (1, 3, 2), (3, 0, 1)):
+    followed = []
+    wanted = (3, 1, 0), (2, 3, 1), (0, 0, 0), (1, 3, 2), (3, 0, 1), (2, 2, 1), (2, 1, 1)
+    for counts in (None, *wanted, (7, 7, 7), (7, 7, 7), (3, 3, 3), (2, 1, 1)):
         if counts is not None:
             edits: list[_EditOf] = [
                 (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
@@ -131,11 +133,14 @@ def check_draft_guesses() -> None:
             rows = [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)]
             words = _packed(edits, rows)
         drawn = _compare(gpu, cpu, words).sampled.tokens
+        followed.append(dict(gpu._followed))
         for slot, tokens in enumerate(drawn):
             assert counts is None or len(tokens) == 1 + counts[slot], "a guess of the model itself is right"
             if counts is not None and (counts[slot] or not any(counts)):
                 computed[slot] = len(sequences[slot]) + max(counts[slot] - 1, 0)
             sequences[slot] += tokens
+    assert followed[2] == {0: 2, 1: 3, 2: 1}
+    assert [len(each) for each in followed] == [0, 0, 3, 0, 0, 2, 3, 3, 3, 3, 3, 0], "none where blocks end"
 
 
 def check_heads_guesses() -> None:

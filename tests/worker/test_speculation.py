@@ -604,6 +604,18 @@ def test_a_plan_gives_guesses_only_free_blocks_and_the_rest_of_the_budget() -> N
     planner.check()
 
 
+@pytest.mark.parametrize(("pool", "guesses", "blocks"), [(8, 4, 3), (3, 4, 2), (1, 0, 1), (8, 1, 2), (8, 7, 5)])
+def test_blocks_of_the_next_guesses_are_taken_while_some_are_free(pool: int, guesses: int, blocks: int) -> None:
+    """Where guesses are made behind a step, before its results are known. The answer ends at token 18."""
+    planner = Planner(BlockPool(pool), 4, slots=1, step_tokens=9, prefix_cache=True, guesses_alone=True)
+    planner.add(Planned(job(1, prompt_of(3), max_tokens=15), 1, 4, 64, b""))
+    planner.commit(planner.plan().rows[0], [50])
+    (row,) = planner.plan(lambda answers, rows: [[9] * guesses]).rows
+    assert len(row.guesses) == guesses
+    assert len(row.sequence.blocks) == blocks
+    planner.check()
+
+
 # ---- suffixes ----
 
 

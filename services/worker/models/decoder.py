@@ -68,6 +68,7 @@ class Decoder:
         meta_linears: the weights of products get no memory here; each is set later, quantized.
         """
         self.config, self.ops, self.family = config, ops, family_of(config.architecture)
+        self.max_positions = max_positions
         self._adapted = AdaptedProducts()
         self.hidden: HiddenStates | None = None
         """Receives the residual stream before each layer; None: it is not kept."""

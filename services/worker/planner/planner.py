@@ -79,9 +79,9 @@ class Planner:
         adapter_slots: int = 0,
         stages: int = 1,
     ) -> None:
-        """guesses_alone: a step has no guesses beside prompts. adapter_slots: adapters that device memory holds.
-        stages: of a pipeline, whose steps in flight share the answers: the first stage needs the value of an answer's
-        last token."""
+        """guesses_alone: a step has no guesses beside prompts, and those of the next step may be made behind it.
+        adapter_slots: adapters that device memory holds. stages: of a pipeline, whose steps in flight share the
+        answers: the first stage needs the value of an answer's last token."""
         if step_tokens < slots:
             raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
         self.pool, self.block_size = pool, block_size
@@ -318,7 +318,11 @@ class Planner:
             guesses = guesses[: max(min(room, plan.budget), 0)]
             if not guesses:
                 continue
-            needed = sequence.blocks_for(sequence.computed + len(guesses)) - len(sequence.blocks)
+            end = sequence.computed + len(guesses)
+            needed = sequence.blocks_for(end) - len(sequence.blocks)
+            if self._guesses_alone:
+                next_end = min(end + len(guesses), max(end, sequence.limit))
+                needed = max(needed, min(sequence.blocks_for(next_end) - len(sequence.blocks), spare))
             if needed > 0:
                 sequence.blocks += self.pool.take(needed)
                 spare -= needed

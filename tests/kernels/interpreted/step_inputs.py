@@ -1,6 +1,12 @@
 """The inputs of a step: edits of slots, lists of rows and tokens."""
 
-from tests.kernels.cases import check_draft_pass, check_edits, check_padding_tokens, check_step_lists
+from tests.kernels.cases import (
+    check_draft_pass,
+    check_edits,
+    check_padding_tokens,
+    check_pass_behind_a_step,
+    check_step_lists,
+)
 
 
 def test_edits_of_slots() -> None:
@@ -25,3 +31,9 @@ def test_lists_of_a_step() -> None:
 def test_ends_of_passes_of_a_draft_model() -> None:
     for held, wanted in ((1, [3]), (1, [1]), (5, [0, 2, 1]), (64, [4, 1] * 32), (131, [2, 1, 0, 8] * 25)):
         check_draft_pass(held, wanted)
+
+
+def test_passes_behind_a_step() -> None:
+    some = [(5, 5), (5, 2), (1, 1), (3, 0), (9, 9), (2, 1)]
+    for held, drawn in ((1, [(5, 5)]), (1, [(5, 4)]), (4, [(2, 2), (2, 1), (3, 3)]), (8, some), (64, some * 10)):
+        check_pass_behind_a_step(held, drawn)

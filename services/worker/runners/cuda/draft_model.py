@@ -49,11 +49,24 @@ class Guessed(NamedTuple):
     """Its guesses."""
 
 
+class CheckedStep(NamedTuple):
+    """A launched step with guesses, as it is on the device."""
+
+    words: Tensor
+    sizes: Sizes
+    kept: Tensor
+    """int32 [R]: draws that each row keeps."""
+    last_token: Tensor
+    """int64 [slots + 1]: the last of them."""
+
+
 class GpuDraftModel:
     """Guesses for rows of a `GpuRunner`. Its passes are launched before the runner's step, in the same stream."""
 
     lengths: Sequence[int] = (1, 2)
     """Most tokens of a row in the first passes that are captured; ascending."""
+    follows = True
+    """Whether it can guess behind a step whose results the host does not have yet."""
 
     def __init__(
         self,
@@ -97,6 +110,7 @@ class GpuDraftModel:
             with torch.cuda.graph(graph, pool=pool):
                 self._pass(rows, longest)
             self._graphs[rows, longest] = graph.replay
+        self._warm_up_follow()
         self._warm_up_catch_ups()
 
     @torch.inference_mode()
@@ -105,6 +119,7 @@ class GpuDraftModel:
         for rows, longest in self._passes():
             self._begin_empty(rows, longest)
             self._pass(rows, longest)
+        self._warm_up_follow()
         self._warm_up_catch_ups()
 
     def _passes(self) -> list[_Pass]:
@@ -113,6 +128,12 @@ class GpuDraftModel:
         held = {min(rows, self._slots) for rows in GUESS_ROWS}
         found = [(rows, longest) for rows in held for longest in {1, *self.lengths} if rows * longest <= most]
         return sorted(found, key=lambda each: (each[0] * each[1], each), reverse=True)
+
+    def _warm_up_follow(self) -> None:
+        """Compile the kernel that begins passes behind a step."""
+        if self.follows:
+            words, last_token = self._upload.words, self.forward.last_token
+            draft_pass.follow(words, (1, 1, 1), 0, self._guesses, last_token, self._guesses, words, 1)
 
     def _warm_up_catch_ups(self) -> None:
         """Run catch-ups of all sizes, which no graph holds. Their attention has kernels that depend on the number of
@@ -159,6 +180,27 @@ class GpuDraftModel:
         self._run(rows, longest)
         for _ in range(max(row.wanted for row in found) - 1):
             self._run(rows, 1)
+
+    @torch.inference_mode()
+    def follow(self, rows: StepRows, checked: CheckedStep, covered: Sequence[int]) -> dict[int, int]:
+        """Launch as many guesses for each row of a step as it had. covered: tokens for which each slot has blocks.
+        -> the guesses by slot: none if there may be more tokens than that, or passes that would need memory: the step
+        is launched."""
+        slots, guesses = rows.rows.slots, [length - 1 for length in rows.rows.lengths]
+        ends = [context + count for context, count in zip(rows.contexts, guesses, strict=True)]
+        longest = self.model.max_positions
+        enough = all(end <= min(covered[slot], longest) for slot, end in zip(slots, ends, strict=True))
+        held, longest = self._held(len(slots), 2)
+        if not (self.follows and enough and (held, longest) in self._graphs and (held, 1) in self._graphs):
+            return {}
+        draft_pass.follow(
+            checked.words, checked.sizes, len(slots), checked.kept, checked.last_token, self._guesses,
+            self._upload.words, held,
+        )  # fmt: skip
+        self._run(held, longest)
+        for _ in range(max(guesses) - 1):
+            self._run(held, 1)
+        return {slot: count for slot, count in zip(slots, guesses, strict=True) if count}
 
     def _catch_up(self, pending: Mapping[int, Pending]) -> None:
         """Compute tokens without a guess: those before the ones of the first pass, if their slot wants guesses."""

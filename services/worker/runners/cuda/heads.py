@@ -20,6 +20,7 @@ class GpuHeads(GpuDraftModel):
     """Guesses for rows of a `GpuRunner`, whose model gives `hidden` its residual streams."""
 
     lengths = tuple(count + 1 for count in GUESSES)
+    follows = False
 
     def __init__(
         self,

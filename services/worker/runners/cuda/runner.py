@@ -21,7 +21,7 @@ from services.worker.models.draft_heads import DraftHeads
 from services.worker.runners.base import NO_SCORES, Masks, Sampled, StepResult
 from services.worker.runners.cuda import step_words
 from services.worker.runners.cuda.adapters import GpuAdapters
-from services.worker.runners.cuda.draft_model import GpuDraftModel, Pending
+from services.worker.runners.cuda.draft_model import CheckedStep, GpuDraftModel, Pending
 from services.worker.runners.cuda.forward import Computed, GpuForward
 from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
 from services.worker.runners.cuda.heads import GpuHeads
@@ -131,6 +131,10 @@ class GpuRunner:
         """Guesses tokens where a row has OWN_GUESS."""
         self._pending: dict[int, Pending] = {}
         """What the draft model is to compute before the next step, by slot."""
+        self._guessed, self._followed = False, dict[int, int]()
+        """Whether the last step had guesses; the guesses of each slot that were launched behind it."""
+        self._covered = [0] * slot_count
+        """Tokens for which each slot has blocks."""
         self._reports = [self._report() for _ in range(STAGING_BUFFERS)]
         """Host memory for the reports of later steps."""
 
@@ -358,9 +362,9 @@ class GpuRunner:
 
     def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
         scored = {slot: data.tolist() for edit, slot, data in later if edit is Edit.SCORE}
-        began = None
+        began, wanted = None, self._wanted(rows)
         if self.draft is not None and self._pending:
-            began = self._guess(self.draft, rows, edits, later)
+            began = self._guess(self.draft, rows, wanted, edits, later)
             edits, later = NO_EDITS, []
         prompts = PromptLines(ScoredRows.of(scored, rows.rows), self.device) if scored else None
         owners = [self._adapter_slots[slot] for slot in rows.rows.slots] if self.adapters else []
@@ -402,20 +406,49 @@ class GpuRunner:
             tops.send(computed.logits, computed.samples.totals)
             if masked is not None:
                 self._masked.launched(masked, computed.logits[: len(slots)])
-        return GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
+        step = GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
+        self._follow(rows, sizes, computed)
+        return step
 
-    def _guess(self, draft: GpuDraftModel, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> Any:
+    def _wanted(self, rows: StepRows) -> dict[int, int]:
+        """Guesses that the draft model is to make for each slot. Those that follow the last step need nothing."""
+        if self.draft is None or not rows.guesses:
+            return {}
+        wanted = {}
+        for slot, length, end in zip(rows.rows.slots, rows.rows.lengths, rows.ends, strict=True):
+            if length > 1 and rows.rows.ids[end - 1] == OWN_GUESS:
+                if length - 1 <= self._followed.get(slot, 0):
+                    self._pending.pop(slot, None)
+                else:
+                    wanted[slot] = length - 1
+        return wanted
+
+    def _follow(self, rows: StepRows, sizes: Sizes, computed: Computed | None) -> None:
+        """Let the draft model guess behind the second step with guesses and later ones, so that the device has work
+        while the host reads and plans. Guesses that the next step does not need are dropped."""
+        follows, self._guessed = self._guessed and rows.guesses > 0, rows.guesses > 0
+        self._followed = {}
+        if follows and computed is not None and self.draft is not None:
+            kept = computed.report[step_io.aligned(3 * sizes[2]) :]
+            checked = CheckedStep(self._upload.words, sizes, kept, self.forward.last_token)
+            self._followed = self.draft.follow(rows, checked, self._covered)
+
+    def _guess(
+        self,
+        draft: GpuDraftModel,
+        rows: StepRows,
+        wanted: dict[int, int],
+        edits: DeviceEdits,
+        later: list[_SlotEdit],
+    ) -> Any:
         """Apply the edits and launch the draft model, before the host lays out the step that reads its guesses: the
         device is idle until then. -> as `_began`."""
         if edits:
             _, buffer = self._upload.begin()
             self._upload.send(buffer, HEADER, edits)
         self._edit_logits(later)
-        slots, lengths, ids = rows.rows.slots, rows.rows.lengths, rows.rows.ids
-        self.sampler.lift_bans(slots, rows.contexts)
+        self.sampler.lift_bans(rows.rows.slots, rows.contexts)
         began = self._began()
-        own = [length > 1 and ids[end - 1] == OWN_GUESS for length, end in zip(lengths, rows.ends, strict=True)]
-        wanted = {slot: length - 1 for slot, length, guessed in zip(slots, lengths, own, strict=True) if guessed}
         draft.launch(self._pending, wanted)
         return began
 
@@ -474,11 +507,13 @@ class GpuRunner:
         for edit, slot, data in edits:
             if edit is Edit.BLOCKS:
                 blocks.append(at)
+                self._covered[slot] = (int(data[0]) + len(data) - 1) * self.block_size
             elif edit is Edit.ADMIT:
                 admitted.append(at)
                 state = SlotState.read(data)
                 self._computed[slot] = state.computed
-                self._adapter_slots[slot] = 0
+                self._adapter_slots[slot] = self._covered[slot] = 0
+                self._followed.pop(slot, None)
                 self.sampler.admit(slot, state)
             elif edit is Edit.DRAFT:
                 self._pending[slot] = int(data[0]), data[1:].tolist()
