@@ -1,15 +1,35 @@
-"""KV blocks in messages, between workers and the cache service: lists of keys, and contents in pieces."""
+"""KV blocks in messages, between workers and the cache service: lists of keys, contents in pieces and in frames.
+
+Knows bytes, not which numbers they are.
+"""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from protos import cache_pb2 as cache
 from services import hashing
 from services.errors import invalid
+from services.security import frames
 
 MESSAGE_BYTES = 1 << 20
 """Most bytes of block contents in one message."""
 MOST_KEYS = 8192
 """Most blocks of one list."""
+_ROUNDED = b"+fp8"  # at the end of the key of a frame: rounded contents are never taken for others
+
+
+class Rounding(Protocol):
+    """Rounds contents of blocks to fp8 for a link, and expands them behind it. Any thread may call it."""
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Bytes of the rounded contents of a block."""
+
+    def round(self, contents: bytes, /) -> bytes:
+        """From the pool's format to fp8."""
+
+    def expand(self, rounded: bytes, /) -> bytes:
+        """From fp8 to the pool's format. Raises FrameError for what `round` has not made of finite numbers."""
 
 
 def keys_of(blocks: cache.BlockList) -> list[bytes]:
@@ -25,3 +45,18 @@ def pieces_of(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
     for start in range(0, len(payload), MESSAGE_BYTES):
         end = start + MESSAGE_BYTES
         yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))
+
+
+def seal_block(key: bytes, layout: bytes, contents: bytes, secret: bytes, rounding: Rounding | None) -> bytes:
+    """The frame in which the contents of a block travel to another worker. rounding: rounds them first."""
+    if rounding is None:
+        return frames.seal(frames.Kind.BLOCK, key + layout, contents, secret)
+    return frames.seal(frames.Kind.BLOCK, key + layout + _ROUNDED, rounding.round(contents), secret)
+
+
+def unseal_block(key: bytes, layout: bytes, frame: bytes, secret: bytes, rounding: Rounding | None) -> bytes:
+    """The contents in the pool's format. Raises FrameError unless `seal_block` made the frame of such contents, with a
+    rounding where one is given."""
+    if rounding is None:
+        return frames.unseal(frames.Kind.BLOCK, key + layout, frame, secret)
+    return rounding.expand(frames.unseal(frames.Kind.BLOCK, key + layout + _ROUNDED, frame, secret))
