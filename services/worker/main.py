@@ -18,7 +18,7 @@ from services import host, process, rpc, telemetry
 from services.hang_watch import watching
 from services.security import identity
 from services.worker.build.load import LoadedModel, abandon, load_model
-from services.worker.build.share_blocks import described, peer_prefixes, shared_prefixes
+from services.worker.build.share_blocks import described, peer_prefixes, rounding_of, shared_prefixes
 from services.worker.errors import CheckpointError
 from services.worker.loader.stop_watch import StopWatches
 from services.worker.service.adapters import Adapters
@@ -123,7 +123,8 @@ def _peers(
     if not (settings.prefix_fetch and settings.prefix_cache):
         return contextlib.nullcontext()
     memory = model.shared_memory if own.protected else None
-    return peer_prefixes(model.engine, metrics.all, own.subkey(BLOCK_FRAMES), settings.mesh_id, memory)
+    rounding = rounding_of(model.engine) if settings.fetch_dtype == "fp8" else None
+    return peer_prefixes(model.engine, metrics.all, own.subkey(BLOCK_FRAMES), settings.mesh_id, memory, rounding)
 
 
 def _startup(settings: WorkerSettings) -> Startup:
@@ -177,7 +178,7 @@ def _open_jobs(
         return report_of(engine.stats(), jobs, progress)
 
     own = identity.current()
-    blocks = BlockSender(engine, own.subkey(BLOCK_FRAMES))
+    blocks = BlockSender(engine, own.subkey(BLOCK_FRAMES), rounding_of(engine))
     memory = described(model.shared_memory) if own.protected else b""
     lender = BlockLender(engine, memory, host.identity(), own.protected)
     service.loaded(

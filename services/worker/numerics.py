@@ -27,6 +27,8 @@ class Numerics:
     """The format of stored keys and values as it was asked for; auto: that of the checkpoint."""
     kv_scales: str = "checkpoint"
     """Where the scales of keys and values come from: checkpoint, or dynamic (measured at the start)."""
+    fetch_dtype: str = "auto"
+    """The format of keys and values on the way from worker to worker; auto: that of stored ones."""
     stored: str = ""
     """The format of stored keys and values, once the checkpoint is read."""
     scales_digest: str = ""
@@ -45,6 +47,9 @@ class Numerics:
         parts += [self.weights] if self.weights else []
         parts += [self.kv_dtype] if self.kv_dtype != "auto" else []
         parts += [self.kv_scales] if self.kv_scales != "checkpoint" else []
+        # Rounded blocks have the keys of computed ones, which begin with the fingerprint: only workers that accept
+        # rounded blocks find them.
+        parts += [f"fetched in {self.fetch_dtype}"] if self.fetch_dtype != "auto" else []
         return parts
 
     def loaded(self, stored: str, scales_digest: str) -> "Numerics":

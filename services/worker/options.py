@@ -113,6 +113,12 @@ class EngineOptions(BaseModel):
         description="Scales of keys and values in fp8, by head: those of the checkpoint, else 1; dynamic measures "
         "them at the start, by a prompt of 256 random tokens, unless the checkpoint has any.",
     )
+    fetch_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="Type of keys and values on the way from worker to worker over gRPC; auto is that of the pool. fp8 "
+        "rounds those of 16 and 32 bits, for slow links. It may change tokens: all workers of a model have the same, "
+        "and deterministic mode refuses it.",
+    )
     speculate: str = Field(
         "",
         pattern=SPECULATE,
@@ -213,6 +219,7 @@ class EngineOptions(BaseModel):
             + (", exact inputs" if self.exact_inputs else ""),
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
+            fetch_dtype=self.fetch_dtype,
             shard=shard + ("+experts" if self.expert_parallel else ""),
         )
 

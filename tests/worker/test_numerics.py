@@ -17,6 +17,7 @@ CHANGES_BITS: dict[str, Any] = {
     "exact_inputs": True,
     "kv_dtype": "int8",
     "kv_scales": "dynamic",
+    "fetch_dtype": "fp8",
     "threads": 3,
     "tensor_parallel": 2,
     "expert_parallel": True,
@@ -54,7 +55,7 @@ def test_every_option_is_listed_as_changing_bits_or_not() -> None:
 def test_options_that_change_bits_change_the_numerics(option: str) -> None:
     changed = STRICT.model_copy(update={option: CHANGES_BITS[option]})
     assert changed.numerics != STRICT.numerics
-    assert layout(changed) != layout(STRICT) or option in ("kv_dtype", "kv_scales")
+    assert layout(changed) != layout(STRICT) or option in ("kv_dtype", "kv_scales", "fetch_dtype")
 
 
 @pytest.mark.parametrize("option", sorted(CHANGES_NO_BIT))
@@ -87,6 +88,7 @@ def layout(options: EngineOptions) -> str:
             {"dtype": "float16", "quantize": "int4", "kv_dtype": "fp8", "kv_scales": "dynamic"},
             ["float16", "False", "int4", "fp8", "dynamic"],
         ),
+        ({"fetch_dtype": "fp8"}, ["float32", "False", "fetched in fp8"]),
     ],
 )
 def test_fingerprints_depend_on_the_numerics(options: dict[str, Any], parts: list[str]) -> None:

@@ -34,6 +34,7 @@ CHANGED: dict[str, Any] = {
     "exact_inputs": True,
     "kv_dtype": "fp8",
     "kv_scales": "dynamic",
+    "fetch_dtype": "fp8",
     "speculate": "ngram",
     "speculate_depth": 2,
     "draft_quantize": "int8",
@@ -49,7 +50,7 @@ CHANGED: dict[str, Any] = {
 }
 """A value of each option that is not its default."""
 ALL = {"engine", "max_batch_size", "max_seq_length", "max_wait_ms", "step_tokens", "prefix_cache", "threads"}
-_POOL = {"block_size", "kv_bytes", "kv_blocks", "chunk_tokens", "host_kv_bytes"}
+_POOL = {"block_size", "kv_bytes", "kv_blocks", "chunk_tokens", "host_kv_bytes", "fetch_dtype"}
 _RANKS = {"tensor_parallel", "pipeline_parallel", "expert_parallel"}
 _STORED = {"deterministic", "dtype", "quantize", "kv_dtype", "kv_scales", "speculate", "adapter_slots"}
 # `quantize_head` on a GPU, and what a grid of ranks cannot do, are refused where a checkpoint is read.

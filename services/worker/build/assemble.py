@@ -65,6 +65,8 @@ class EngineParts:
     runner: Runner[Any]
     block_layout: str
     """The layout of the contents of blocks."""
+    block_dtype: str
+    """The format of their numbers."""
     draft_context: int = 0
     """Tokens of the context of the runner's draft model; 0: it has none."""
     adapters: PreparedPages | None = None
@@ -93,6 +95,10 @@ def assemble(
     progress("checkpoint", 1, 1)
     if options.quantize_head and (options.on_gpu or options.tensor_parallel * options.pipeline_parallel > 1):
         raise CheckpointError("WEFT_QUANTIZE_HEAD is for one process on a CPU: elsewhere the head stays as it is")
+    if options.fetch_dtype != "auto" and stored_dtype(config, options).itemsize == 1:
+        raise CheckpointError(
+            "WEFT_FETCH_DTYPE=fp8 is for pools of 16 or 32 bits: these keys and values have 8 already"
+        )
     if options.tensor_parallel * options.pipeline_parallel > 1:
         from services.worker.build.grid import assemble_grid
 
@@ -313,7 +319,7 @@ def _parts(
     digest = _scales_digest(model) if options.kv_scales == "dynamic" else ""
     numerics = options.numerics.loaded(stored, digest)
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
-    return EngineParts(config, source.parameters, plan, runner, layout)
+    return EngineParts(config, source.parameters, plan, runner, layout, stored)
 
 
 def _scales_digest(model: Decoder) -> str:

@@ -126,6 +126,7 @@ def build_engine(
         parts.runner,
         parts.config.eos_token_ids,
         block_layout=parts.block_layout,
+        block_dtype=parts.block_dtype,
         recorder=TorchRecorder,
         speculation=make_speculation(options, parts.draft_context, parts.runner.depth > 1, parts.guess_limit),
         adapter_pages=parts.adapters,

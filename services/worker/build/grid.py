@@ -123,7 +123,7 @@ def assemble_grid(
     plan = replace(plan, weights=own.nbytes + sum(loaded), kv=sum(sizes) * (plan.kv_blocks + 1))
     numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
-    return EngineParts(config, source.parameters, plan, runner, layout)
+    return EngineParts(config, source.parameters, plan, runner, layout, numerics.stored)
 
 
 def _gpus(ranks: int) -> list[str]:

@@ -15,7 +15,7 @@ from services.worker.settings import WorkerSettings
 log = structlog.get_logger("worker")
 
 _PACE = dict.fromkeys(("paced_step_ms", "paced_prefill_rate", "paced_acceptance"), "only the paced engine has a pace")
-_STORES = ("block_size", "kv_bytes", "kv_blocks", "host_kv_bytes", "kv_dtype", "kv_scales")
+_STORES = ("block_size", "kv_bytes", "kv_blocks", "host_kv_bytes", "kv_dtype", "kv_scales", "fetch_dtype")
 _OF_DECODERS: Mapping[str, str] = {
     **dict.fromkeys(_STORES, "it stores no keys and values"),
     "chunk_tokens": "it computes a text in one step",
@@ -61,6 +61,7 @@ def of_torch(options: EngineOptions) -> str:
         "speculate_depth": "" if options.speculate else "nothing guesses: set WEFT_SPECULATE",
         "draft_quantize": "" if options.draft else "no draft model guesses: set WEFT_SPECULATE=draft:MODEL",
         "adapter_rank": "" if options.adapter_room else "no adapters are served: set MAX_LORAS",
+        "fetch_dtype": "WEFT_DETERMINISTIC promises that fetched blocks change no bit" if options.deterministic else "",
     }
     return _first(options, {**_TORCH, **{name: reason for name, reason in missing.items() if reason}})
 

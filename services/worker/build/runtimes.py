@@ -81,7 +81,7 @@ def assemble_runtime(model_dir: Path, options: EngineOptions, progress: Progress
     )
     numerics = options.numerics.loaded(str(loaded.shape.dtype).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
-    return EngineParts(config, count_parameters(config), plan, runner, layout)
+    return EngineParts(config, count_parameters(config), plan, runner, layout, numerics.stored)
 
 
 def _load(

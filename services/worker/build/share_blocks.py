@@ -9,6 +9,7 @@ from grpc import aio
 
 from protos import cache_pb2_grpc as cache_grpc
 from services import host, metrics, rpc
+from services.block_messages import Rounding
 from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import Engine
 from services.worker.kvcache.mapped_peer import Borrower
@@ -51,9 +52,11 @@ async def peer_prefixes(
     secret: bytes,
     mesh_id: str = "",
     memory: SharedMemory | None = None,
+    rounding: Rounding | None = None,
 ) -> AsyncIterator[None]:
     """Lets an engine fetch prefixes from other workers inside the block. `secret` keys the frames of blocks. memory: of
-    its pool; blocks are copied out of that of other workers of this host, if it is given.
+    its pool; blocks are copied out of that of other workers of this host, if it is given. rounding: of its blocks; if
+    given, it asks for fp8 where they come over gRPC.
 
     The engine must not run yet. The metrics of fetches are added to `counts`.
     """
@@ -66,7 +69,8 @@ async def peer_prefixes(
 
     copying = ThreadPoolExecutor(1, "borrow")
     borrower = None if memory is None else Borrower(memory, host.identity(), copying)
-    peers = PeerStores(engine.block_layout, engine.block_bytes, connect, secret, mesh_ids.metadata(mesh_id), borrower)
+    own_id = mesh_ids.metadata(mesh_id)
+    peers = PeerStores(engine.block_layout, engine.block_bytes, connect, secret, own_id, borrower, rounding)
     engine.use_peers(peers.at)
     counts.total(
         "weft_worker_peer_fetches",
@@ -76,7 +80,7 @@ async def peer_prefixes(
     )
     counts.total(
         "weft_worker_peer_blocks",
-        "Blocks that came from other workers, by their way: out of their memory, or over gRPC.",
+        "Blocks that came from other workers, by their way: out of their memory, or over gRPC, there also in fp8.",
         lambda: metrics.by_label(peers.received.items()),
         "way",
     )
@@ -87,6 +91,15 @@ async def peer_prefixes(
         copying.shutdown(wait=False)
         blocks = dict(peers.received)
         log.info("fetching from other workers has ended", fetches=dict(peers.fetches), blocks=blocks)
+
+
+def rounding_of(engine: Engine) -> Rounding | None:
+    """How blocks of the engine are rounded to fp8; None: they have 8 bits already, or no contents."""
+    if not engine.block_layout:
+        return None
+    from services.worker.kvcache import fp8_rounding  # Torch, which only engines with contents of blocks need.
+
+    return fp8_rounding.rounding_of(engine.block_dtype, engine.block_bytes)
 
 
 def described(memory: SharedMemory | None) -> bytes:

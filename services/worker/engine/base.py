@@ -120,6 +120,10 @@ class Engine(Protocol):
         """The layout of blocks' contents, equal where they may be exchanged; empty: blocks have no contents."""
 
     @property
+    def block_dtype(self) -> str:
+        """The format of the numbers in blocks' contents, as torch names it; empty: blocks have no contents."""
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of the contents of a block."""
 

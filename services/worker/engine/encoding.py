@@ -92,7 +92,7 @@ class EncodingEngine:
     one thread at a time.
     """
 
-    block_layout = ""
+    block_layout = block_dtype = ""
     block_bytes = 0
 
     def __init__(

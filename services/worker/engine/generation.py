@@ -104,17 +104,18 @@ class GenerationEngine:
         eos_token_ids: Collection[int],
         *,
         block_layout: str = "",
+        block_dtype: str = "",
         step_times: StepTimes | None = None,
         recorder: Callable[[], Recorder] = PhaseRecorder,
         speculation: Speculation | None = None,
         adapter_pages: AdapterPages | None = None,
     ) -> None:
-        """block_layout: of the runner's blocks. step_times: what is known of the runner's pace. recorder: makes what
-        profiles record with. speculation: guesses tokens; None: every row of an answer has one token. adapter_pages:
-        the runner's; None: jobs with an adapter are refused.
+        """block_layout, block_dtype: of the runner's blocks. step_times: what is known of the runner's pace. recorder:
+        makes what profiles record with. speculation: guesses tokens; None: every row of an answer has one token.
+        adapter_pages: the runner's; None: jobs with an adapter are refused.
         """
         self.options, self.memory, self.runner = options, memory, runner
-        self.block_layout = block_layout
+        self.block_layout, self.block_dtype = block_layout, block_dtype
         self.step_times = step_times or StepTimes()
         self.speculation = speculation
         self.profiler = Profiler(recorder)

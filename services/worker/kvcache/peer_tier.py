@@ -18,6 +18,7 @@ from grpc import aio
 from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
+from services.block_messages import Rounding, unseal_block
 from services.security import frames
 from services.worker.kvcache.mapped_peer import Borrower, MappedPeer
 from services.worker.kvcache.shared_memory import CannotShare
@@ -53,11 +54,21 @@ class PeerStore:
             )
         self._down_until = 0.0
         self._measured_at = 0.0
+        self._rounds = peers.rounding is not None
+        """Whether the other worker sends rounded contents, as far as it has stated it."""
 
     @property
     def link(self) -> TransferCost:
         """The measured speed from the other worker to this one, on the way that blocks take."""
         return self._memory.link if self._memory is not None and self._memory.mapped else self._wire
+
+    @property
+    def _moved_bytes(self) -> int:
+        """Bytes that a block takes on this way."""
+        rounding = self._peers.rounding
+        if rounding is None or not self._rounds or self.link is not self._wire:
+            return self._peers.block_bytes
+        return rounding.rounded_bytes
 
     # ---- the engine's thread ----
 
@@ -68,7 +79,7 @@ class PeerStore:
             return False
         if not self.link.known:
             return recompute_s > 0
-        faster = self.link.is_faster(blocks * self._peers.block_bytes, recompute_s)
+        faster = self.link.is_faster(blocks * self._moved_bytes, recompute_s)
         if not faster and time.monotonic() - self._measured_at > MEASURE_S:
             self._measured_at = time.monotonic()
             self._peers.start(self._measure_again)
@@ -117,19 +128,19 @@ class PeerStore:
 
     async def _receive(self, request: BlockRequest) -> str:
         """Pass on the contents as they arrive. -> the outcome."""
-        blocks = _Frames(request.keys, self._peers.layout, self._peers.secret)
-        wanted = mesh.ReadBlocksRequest(
-            blocks=cache.BlockList(keys=b"".join(request.keys), layout=self._peers.layout), follow=request.follow
-        )
+        blocks = _Frames(request.keys, self._peers)
+        listed = cache.BlockList(keys=b"".join(request.keys), layout=self._peers.layout)
+        wanted = mesh.ReadBlocksRequest(blocks=listed, follow=request.follow, format=self._peers.format)
         call = self._stub().ReadBlocks(wanted, metadata=self._peers.metadata)
         flow = _Flow(self._wire)
         try:
             async for response in call:
                 flow.arrived(sum(len(piece.data) for piece in response.pieces), response.more)
+                self._rounds = response.format == mesh.BLOCK_FORMAT_FP8
                 for piece in response.pieces:
-                    contents = await blocks.add(piece)
+                    contents = await blocks.add(piece, response.format)
                     if contents is not None:
-                        self._peers.received["grpc"] += 1
+                        self._peers.received["grpc_fp8" if self._rounds else "grpc"] += 1
                         request.answer(request, [contents])
                 if request.abandoned:
                     return "abandoned"
@@ -161,9 +172,9 @@ class PeerStore:
         """Seconds until `count` random bytes have arrived."""
         stub = self._stub()
         began = time.monotonic()
-        call = stub.ReadBlocks(mesh.ReadBlocksRequest(probe_bytes=count), metadata=self._peers.metadata)
-        async for _ in call:
-            pass
+        asked = mesh.ReadBlocksRequest(probe_bytes=count, format=self._peers.format)
+        async for response in stub.ReadBlocks(asked, metadata=self._peers.metadata):
+            self._rounds = response.format == mesh.BLOCK_FORMAT_FP8
         return time.monotonic() - began
 
     def _stub(self) -> "mesh_grpc.WorkerAsyncStub":
@@ -186,15 +197,19 @@ class PeerStores:
         secret: bytes = b"",
         metadata: tuple[tuple[str, str], ...] = (),
         borrower: Borrower | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         """`connect` opens a channel to a worker; `secret` keys the frames of its blocks. borrower: maps the memory of
-        other workers; None: all blocks come over gRPC."""
+        other workers; None: all blocks come over gRPC. rounding: blocks that come over gRPC are asked for in fp8; None:
+        they come in the pool's own format."""
         self.layout, self.block_bytes = layout.encode(), block_bytes
         self.secret, self.metadata, self.borrower = secret, metadata, borrower
+        self.rounding = rounding
+        self.format = mesh.BLOCK_FORMAT_UNSPECIFIED if rounding is None else mesh.BLOCK_FORMAT_FP8
         self.fetches: Counter[str] = Counter()
         """Requests by outcome: fetched, absent, too_slow, late, abandoned, revoked, damaged, failed."""
         self.received: Counter[str] = Counter()
-        """Blocks so far, by their way: memory or grpc."""
+        """Blocks so far, by their way: memory, grpc or grpc_fp8."""
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._stores: OrderedDict[str, PeerStore] = OrderedDict()
@@ -244,23 +259,27 @@ class PeerStores:
 
 
 class _Frames:
-    """Joins pieces to frames, as they arrive in order, and checks them."""
+    """Joins pieces to frames, as they arrive in order, checks them, and expands what is rounded."""
 
-    def __init__(self, keys: Sequence[bytes], layout: bytes, secret: bytes) -> None:
+    def __init__(self, keys: Sequence[bytes], peers: PeerStores) -> None:
         self.whole = 0
-        self._keys, self._layout, self._secret = keys, layout, secret
+        self._keys, self._peers = keys, peers
         self._parts: list[bytes] = []
 
-    async def add(self, piece: cache.BlockPiece) -> bytes | None:
-        """-> the contents of a block that is whole now. Raises FrameError for what is not the next block."""
+    async def add(self, piece: cache.BlockPiece, form: "mesh.BlockFormat.ValueType") -> bytes | None:
+        """-> the contents of a block that is whole now, in the pool's format. Raises FrameError for what is not the
+        next block, or has a format that was not asked for."""
         if self.whole >= len(self._keys) or piece.index != self.whole:
             raise frames.FrameError("not the next block")
+        if form not in (mesh.BLOCK_FORMAT_UNSPECIFIED, self._peers.format):
+            raise frames.FrameError("a format that was not asked for")
         self._parts.append(piece.data)
         if not piece.last:
             return None
         frame, self._parts = b"".join(self._parts), []
-        name = self._keys[self.whole] + self._layout
-        contents = await asyncio.to_thread(frames.unseal, frames.Kind.BLOCK, name, frame, self._secret)
+        peers, rounding = self._peers, self._peers.rounding if form == mesh.BLOCK_FORMAT_FP8 else None
+        unsealing = (self._keys[self.whole], peers.layout, frame, peers.secret, rounding)
+        contents = await asyncio.to_thread(unseal_block, *unsealing)
         self.whole += 1
         return contents
 
