@@ -1,7 +1,7 @@
 """Blocks are fetched from another worker where that is faster than computing them, and not where it is slower.
 
 Two real engines, a real socket and a shaped link between them. `python -m tests.worker.test_slow_links` prints the
-table of bench/ledger/0210-handoff-over-slow-links.md.
+tables of bench/ledger/0210-handoff-over-slow-links.md and bench/ledger/0325-fp8-on-the-wire.md.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from grpc import aio
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.hashing import adapted, block_keys, chain_root
+from services.worker.build.share_blocks import rounding_of
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Ended, StepOutput, TokenOut
 from services.worker.kvcache.peer_tier import PeerStores
@@ -104,8 +105,10 @@ class Pair:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of the keys and values of a token."""
-        return self.peers.block_bytes / self.second.engine.options.block_size
+        """Bytes of the keys and values of a token on the link."""
+        rounding = self.peers.rounding
+        block_bytes = self.peers.block_bytes if rounding is None else rounding.rounded_bytes
+        return block_bytes / self.second.engine.options.block_size
 
     def shape(self, bytes_per_s: float) -> None:
         """Makes the link so fast, and forgets what was measured of it."""
@@ -120,12 +123,13 @@ class Pair:
             while not self.peers.at(self.proxy.address).link.known:  # noqa: ASYNC110 - no event is set
                 await asyncio.sleep(0.01)
 
-    async def run(self, fetches: bool = True, tokens: int = TOKENS) -> Handoff:
-        """Computes a prompt at one worker and continues it at the other. `fetches`: may fetch blocks."""
+    async def run(self, fetches: bool = True, tokens: int = TOKENS, ahead: bool = True) -> Handoff:
+        """Computes a prompt at one worker and continues it at the other. `fetches`: may fetch blocks; `ahead`: before
+        the job arrives, too."""
         self._key += 1
         key, source = self._key, self.proxy.address if fetches else ""
         prompt = prompt_of(tokens, seed=key)
-        if fetches:
+        if fetches and ahead:
             keys = list(block_keys(prompt, 16, chain_root(b"", adapted(FINGERPRINT, b""))))
             self.second.engine.prefetch(source, keys)
         self.first.engine.submit(job(key, prompt, max_tokens=2, handoff=True))
@@ -139,14 +143,16 @@ class Pair:
 
 @asynccontextmanager
 async def pair(folder: Path, **options: Any) -> AsyncIterator[Pair]:
-    """Two engines of a model, the second of which knows how fast it computes."""
+    """Two engines of a model, the second of which knows how fast it computes. It asks for fp8 if the options say so."""
     settings = {"kv_blocks": 1024, "max_batch_size": 8, "step_tokens": 64, "threads": 1, **options}
     engines = [open_engine(folder, fingerprint=FINGERPRINT, **settings) for _ in range(2)]
     service = Service(engines[0])  # type: ignore[abstract]
-    service.sender = BlockSender(engines[0], b"")
+    rounding = rounding_of(engines[0])
+    service.sender = BlockSender(engines[0], b"", rounding)
     entry = rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)
     server = await rpc.serve("127.0.0.1:0", [entry])
-    peers = PeerStores(engines[1].block_layout, engines[1].block_bytes, _connect)
+    asked = rounding if engines[1].options.fetch_dtype == "fp8" else None
+    peers = PeerStores(engines[1].block_layout, engines[1].block_bytes, _connect, rounding=asked)
     engines[1].use_peers(peers.at)
     async with Proxy(free_port(), server.port) as proxy:
         with Running(engines[0]) as first, Running(engines[1]) as second:
@@ -178,6 +184,25 @@ async def test_the_budget_weighs_the_link_against_the_speed_of_computing() -> No
         assert computed.computed_tokens == TOKENS + 1
 
 
+@pytest.mark.parametrize("fetch_dtype", ["auto", "fp8"])
+async def test_between_the_two_break_evens_only_blocks_in_fp8_are_fetched(fetch_dtype: str) -> None:
+    """Over one link of 20 Mbit/s and 20 ms a token takes 2.5 ms in float32 and 0.6 in fp8. What the second worker
+    believes of its own speed, between them, and of the link is set, so that a busy machine changes nothing."""
+    async with pair(model_folder(), fetch_dtype=fetch_dtype) as workers:
+        workers.shape(20 * MBIT_S)
+        slow_prefill(workers.second.engine, rate=400.0)
+        await workers.measure()
+        link = workers.peers.at(workers.proxy.address).link
+        link.latency_s, link.byte_s = 2 * DELAY_S, 1 / (20 * MBIT_S)
+        done = await workers.run(ahead=False)
+        if fetch_dtype == "auto":
+            assert (done.fetched_tokens, done.computed_tokens) == (0, TOKENS + 1)
+        else:
+            assert done.fetched_tokens >= TOKENS - 16
+            assert done.computed_tokens <= 17
+            assert workers.peers.received.keys() == {"grpc_fp8"}
+
+
 # ---- the table ----
 
 
@@ -204,12 +229,15 @@ async def table(folder: Path, rounds: int = 3) -> None:
     print(f"| {HEAD} |\n|{'---|' * (HEAD.count('|') + 1)}", flush=True)
     models: list[tuple[str, Path, dict[str, Any]]] = [
         ("demo", model_folder(), {}),
+        ("demo, fp8 on the link", model_folder(), {"fetch_dtype": "fp8"}),
+        ("demo, bf16", model_folder(), {"dtype": "bfloat16"}),
+        ("demo, bf16, fp8 on the link", model_folder(), {"dtype": "bfloat16", "fetch_dtype": "fp8"}),
         ("demo, fp8", model_folder(), {"kv_dtype": "fp8"}),
         ("wide", make_checkpoint(folder, WIDE), {"step_tokens": 256}),
     ]
     for name, checkpoint, options in models:
         async with pair(checkpoint, **options) as workers:
-            for mbit in (10, 100, 1000):
+            for mbit in (10, 40, 100, 1000):
                 print(await _row(name, workers, mbit, rounds), flush=True)
 
 
