@@ -15,11 +15,13 @@ from services.worker.engine.generation import GenerationEngine
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.speculative.speculation import Speculation
+from services.worker.structured.compiler import GuidanceForms
 from tests.checkpoints import DEMO, SMALL_DEMO
 from tests.draft_heads import make_heads
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import job, open_engine, prompt_of, run
 from tests.worker.test_speculation import PARAMS, Replay
+from tests.worker.test_structured import varied_forms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -47,6 +49,33 @@ def test_answers_are_those_of_plain_decoding(shape: str, deterministic: bool, en
         if deterministic:
             assert (answer.logprobs, answer.tops) == (plain[key].logprobs, plain[key].tops)
     assert 0 < made.stats().guesses.accepted < made.stats().guesses.drafted
+
+
+@pytest.mark.parametrize("wrong", [10_000, 5])
+def test_guesses_change_no_answer_with_a_form(wrong: int) -> None:
+    """Beside free answers, with penalties, stop tokens and log-probabilities behind the masks."""
+    forms, jobs = GuidanceForms((SMALL_DEMO / "tokenizer.json").read_bytes(), 6144, [0]), varied_forms()
+
+    def opened(**options: Any) -> GenerationEngine:
+        settings: dict[str, Any] = {"engine": "gpu", "dtype": "float32", "deterministic": True, "kv_blocks": 512}
+        made = open_engine(SMALL_DEMO, **settings, **options)
+        made.use_forms(forms)
+        return made
+
+    plain = run(opened(), *jobs)
+    for depth in (4, None):
+        made = opened(speculate="ngram")
+        made.speculation = Speculation(Replay(plain, wrong), depth, overlaps=True)
+        answers = run(made, *jobs)
+        for one in jobs:
+            guessed, expected = answers[one.key], plain[one.key]
+            assert guessed.tokens == expected.tokens, one.key
+            assert (guessed.logprobs, guessed.tops) == (expected.logprobs, expected.tops), one.key
+            assert guessed.ended.reason == expected.ended.reason
+        if depth:
+            formed = [answers[one.key].ended.cost for one in jobs[:3]]
+            assert all(cost.accepted_tokens for cost in formed)
+    forms.close()
 
 
 @pytest.mark.parametrize("depth", range(1, 9))

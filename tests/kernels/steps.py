@@ -1,6 +1,7 @@
 """Whole steps of the GPU's runner against the CPU's: equal tokens, log-probabilities and pools for a packed step."""
 
 import copy
+import math
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -111,6 +112,45 @@ def check_guesses() -> None:
         kept += [len(tokens) for tokens in _compare(gpu, cpu, _packed([], rows)).sampled.tokens]
     assert kept == [4, 2, 1, 1, 3, 1]
     _compare(gpu, cpu, _packed([], [(slot, [_LAST], 1) for slot in (2, 0, 1)]))
+
+
+def check_guesses_under_masks() -> None:
+    """Rows of right and wrong guesses that draw under masks, with penalties, draws and log-probabilities, beside one
+    that draws under a mask without guesses, and rows of guesses without masks; then in two parts, as after a failed
+    launch, and a plain step after them."""
+    gpu, cpu = _runners(4, 32, 40, 9)
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.3}
+    begins = [
+        *(_admit(0, 5, temperature=0.9, logprobs=2, **penalties), (Edit.HISTORY, 0, [5, 7, 9, 9, 30, 41])),
+        *(_admit(1, 2), _admit(2, 1, temperature=1.0, seed_low=9), _admit(3, 3, temperature=0.8, logprobs=1)),
+        *((Edit.BLOCKS, slot, [0, 1 + 2 * slot, 2 + 2 * slot]) for slot in range(4)),
+    ]
+    prompts: list[_RowOf] = [(0, [7, 9, 9, 30, 41], 1), (1, [8, 3], 1), (2, [5], 1), (3, [6, 6, 2], 1)]
+    _compare(gpu, cpu, _packed(begins, prompts))
+    masked, few = {0, 2, 3}, [*range(0, _VOCAB, 3)]
+    masks = {slot: _masks(*[few[slot + place :] for place in range(4)]) for slot in masked}
+    marks: list[_EditOf] = [(Edit.MASK, slot, []) for slot in masked]
+    for wrong in ({0: 3, 1: 1, 3: 0}, {0: 1, 1: 3, 3: 2}):
+        rows: list[_RowOf] = []
+        for slot, place in wrong.items():
+            guesses = _would_draw(cpu, slot, 3, marks, masks.get(slot))
+            rows.append((slot, [_LAST, *guesses[:place], *(guess ^ 1 for guess in guesses[place:])], 4))
+        rows.insert(2, (2, [_LAST], 1))
+        words, given = _packed(marks, rows), np.concatenate([masks[0], masks[2][:1], masks[3]])
+        step = gpu.launch(words)
+        gpu.draw(step, given)
+        got, want = gpu.collect(step), _run(cpu, words, given)
+        assert [len(tokens) for tokens in want.sampled.tokens] == [wrong[0] + 1, wrong[1] + 1, 1, wrong[3] + 1]
+        _check_sampled(got, want)
+        marks = []
+    parts = [(_packed([], rows[:2]), masks[0]), (_packed([], rows[2:]), np.concatenate([masks[2][:1], masks[3]]))]
+    steps = [gpu.launch(words) for words, _ in parts]
+    for step, (_, given) in zip(steps, parts, strict=True):
+        gpu.draw(step, given)
+    for step, (words, given) in zip(steps, parts, strict=True):
+        _check_sampled(gpu.collect(step), _run(cpu, words, given))
+    free: list[_EditOf] = [(Edit.RELEASE, slot, []) for slot in masked]
+    _compare(gpu, cpu, _packed(free, [(1, [_LAST], 1)]))
 
 
 def check_draft_guesses() -> None:
@@ -250,10 +290,35 @@ def _compare(gpu: GpuRunner, cpu: CpuRunner, words: Words) -> StepResult:
     return want
 
 
-def _would_draw(cpu: CpuRunner, slot: int, count: int) -> list[int]:
-    """The next tokens of a slot, drawn by a copy of the runner."""
-    other = copy.deepcopy(cpu)
-    return [other.run(_packed([], [(slot, [_LAST], True)])).sampled.tokens[0][0] for _ in range(count)]
+def _check_sampled(got: StepResult, want: StepResult) -> None:
+    """Compares tokens, and log-probabilities where they are asked for; the likely tokens that a mask allows."""
+    assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
+    compared = 0
+    for row in range(len(want.sampled.tokens)):
+        assert want.sampled.tops
+        assert want.sampled.logprobs
+        assert got.sampled.tops
+        assert got.sampled.logprobs
+        for place, ours in enumerate(got.sampled.logprobs[row]):
+            expected = [each for each in want.sampled.tops[row][place] if each[1] > -math.inf]
+            found = got.sampled.tops[row][place][: len(expected)]
+            assert [token for token, _ in found] == [token for token, _ in expected]
+            torch.testing.assert_close([x for _, x in found], [x for _, x in expected], rtol=0, atol=1e-4)
+            if expected:
+                torch.testing.assert_close(ours, want.sampled.logprobs[row][place], rtol=0, atol=1e-4)
+                compared += 1
+    assert compared
+
+
+def _would_draw(
+    cpu: CpuRunner, slot: int, count: int, edits: Sequence[_EditOf] = (), masks: Masks | None = None
+) -> list[int]:
+    """The next tokens of a slot, drawn by a copy of the runner; masks: one for each."""
+    other, tokens = copy.deepcopy(cpu), []
+    for place in range(count):
+        words = _packed([] if place else [*edits], [(slot, [_LAST], True)])
+        tokens += _run(other, words, None if masks is None else masks[place : place + 1]).sampled.tokens[0]
+    return tokens
 
 
 def check_measured_scales() -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jsonschema
@@ -18,9 +18,11 @@ from services.worker.job import EndReason, Job
 from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.paced import PacedRunner, PacedTiming
 from services.worker.runners.step import Words
+from services.worker.speculative.speculation import Speculation
 from services.worker.structured.compiler import GuidanceForms, GuidanceMatcher
 from tests.checkpoints import DEMO as LARGER
 from tests.worker.drive import Answer, job, open_engine, run, solo
+from tests.worker.test_speculation import STRICT, Replay
 
 DEMO = LARGER.with_name("weft-story-2m")
 TEXT = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -300,6 +302,108 @@ def test_the_paced_runner_draws_what_the_masks_allow(forms: GuidanceForms) -> No
     answers = run(engine, dated, job(2, PROMPT, max_tokens=20))
     assert re.fullmatch(DATE.text, text_of(answers[1]))
     assert len(answers[2].tokens) == 20
+
+
+class Nothing:
+    """Proposes no guesses."""
+
+    def propose(self, job: Job, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        return ()
+
+    def ended(self, job: Job, token_ids: Sequence[int]) -> None:
+        pass
+
+
+def varied_forms() -> list[Job]:
+    """Answers with a form and free ones: with penalties, stop tokens, least lengths and log-probabilities."""
+    letters, penal = Form("regex", "[0-9]{3}[a-z ]*"), {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
+    digit = TEXT.encode("7", add_special_tokens=False).ids[-1]
+    return [
+        shaped(1, SCHEMA, max_tokens=80),
+        shaped(2, SCHEMA, seed=3, logprobs=3, max_tokens=80),
+        shaped(3, SCHEMA, seed=4, max_tokens=80, **penal),
+        shaped(4, DATE, logprobs=0),
+        shaped(5, WORDS, seed=5),
+        shaped(6, SUMS, seed=6, max_tokens=20),
+        shaped(7, letters, stop_token_ids=frozenset({digit}), logit_bias={digit: 100.0}),
+        shaped(8, letters, min_tokens=9, logit_bias={EOS: 100.0}),
+        shaped(9, letters, ignore_eos=True, max_tokens=20),
+        job(10, PROMPT[:-1], max_tokens=30, logprobs=2, temperature=0.7, seed=9),
+        job(11, PROMPT[:-2], max_tokens=30),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [10_000, 5, 1], ids=["all right", "some wrong", "all wrong"])
+def test_guesses_change_no_answer_with_a_form(demo: Callable[..., GenerationEngine], wrong: int) -> None:
+    jobs = varied_forms()
+    plain = run(demo(**STRICT), *jobs)
+    for depth in (1, 4, None):
+        engine = demo(**STRICT)
+        engine.speculation = Speculation(Replay(plain, wrong), depth)
+        answers = run(engine, *jobs)
+        for one in jobs:
+            guessed, expected = answers[one.key], plain[one.key]
+            assert guessed.tokens == expected.tokens, one.key
+            assert (guessed.logprobs, guessed.tops) == (expected.logprobs, expected.tops), one.key
+            ends = [(each.ended.reason, each.ended.stop_token_id, each.ended.position) for each in (guessed, expected)]
+            assert ends[0] == ends[1], one.key
+        formed = [answers[one.key].ended.cost for one in jobs if one.params.structured]
+        if wrong > 1 and depth:
+            assert all(cost.accepted_tokens for cost in formed[:3])
+        assert engine.stats().active_blocks == 0
+
+
+def test_a_guess_that_the_form_forbids_ends_there(demo: Callable[..., GenerationEngine]) -> None:
+    digits = Form("regex", "[0-9]{8}")
+    plain, engine = solo(demo(), shaped(1, digits)), demo()
+    engine.speculation = Speculation(Replay({1: Answer([*plain.tokens[:3], *[500] * 8])}, 10_000), 4)
+    answer = solo(engine, shaped(1, digits))
+    assert answer.tokens == plain.tokens
+    assert (answer.ended.cost.drafted_tokens, answer.ended.cost.accepted_tokens) == (2, 2)
+
+
+def test_what_a_form_prescribes_is_guessed(demo: Callable[..., GenerationEngine]) -> None:
+    """Also without a proposer's guess."""
+    named = {name: {"enum": ["a", "b"]} for name in ("a long name of a field", "another long name of another field")}
+    schema = {"type": "object", "properties": named, "required": [*named], "additionalProperties": False}
+    form = Form("json_schema", json.dumps(schema))
+    plain, engine = solo(demo(), shaped(1, form)), demo()
+    engine.speculation = Speculation(Nothing(), 8)
+    answer = solo(engine, shaped(1, form))
+    assert answer.tokens == plain.tokens
+    assert fits(form, text_of(answer))
+    cost = answer.ended.cost
+    assert cost.accepted_tokens == cost.drafted_tokens >= 9
+    assert cost.steps <= len(answer.tokens) - cost.accepted_tokens + 1  # One may draw the end token.
+
+
+def test_a_draft_model_guesses_free_answers_beside_those_with_a_form(forms: GuidanceForms) -> None:
+    jobs = varied_forms()
+    plain, engine = (
+        open_engine(DEMO, **{"kv_blocks": 512, "max_batch_size": 16, **STRICT, **options})
+        for options in ({}, {"speculate": f"draft:{DEMO}", "speculate_depth": 3})
+    )
+    found = []
+    for made in (plain, engine):
+        made.use_forms(forms)
+        found.append(run(made, *jobs))
+    assert [found[1][one.key].tokens for one in jobs] == [found[0][one.key].tokens for one in jobs]
+    for one in jobs:
+        assert (found[1][one.key].ended.cost.drafted_tokens > 0) == (one.params.structured is None)
+
+
+def test_the_paced_runner_draws_along_guesses_what_the_masks_allow(forms: GuidanceForms) -> None:
+    from tests.worker.test_runner_seam import engine_on
+
+    found: list[dict[int, Answer]] = []
+    for guesses in (False, True):
+        engine = engine_on(PacedRunner(6144, [EOS], 4, PacedTiming(0.0)))
+        engine.use_forms(forms)
+        if guesses:
+            engine.speculation = Speculation(Replay(found[0], 3), 4)
+        found.append(run(engine, shaped(1, DATE, max_tokens=60), job(2, PROMPT, max_tokens=20)))
+    assert [answer.tokens for answer in found[1].values()] == [answer.tokens for answer in found[0].values()]
+    assert all(answer.ended.cost.accepted_tokens for answer in found[1].values())
 
 
 def test_answers_of_a_form_share_the_work_of_threads_and_have_the_same_masks(forms: GuidanceForms) -> None:

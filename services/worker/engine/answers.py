@@ -58,19 +58,18 @@ def _advance_in_form(
     tops: Sequence[Top] | None,
     reported: list[TokenOut],
 ) -> Ending | None:
-    """A row with a mask has no guesses, so it has drawn one token at most. It may end the answer where the form is
-    complete, and it does where nothing can follow."""
-    position, params, sequence = job.sequence.position, job.job.params, job.sequence
-    for token_id in drawn:
-        if token_id in job.end_tokens and matcher.accepting and position >= params.min_tokens:
-            return Ending(0, EndReason.STOP, token_id)
+    """A token may end the answer where the form is complete, and the answer ends where nothing can follow."""
+    begin, params, most = job.sequence.position, job.job.params, job.sequence.limit - job.job.prompt_len
+    for place, token_id in enumerate(drawn):
+        if token_id in job.end_tokens and matcher.accepting and begin + place >= params.min_tokens:
+            return Ending(place, EndReason.STOP, token_id)
         error = following(matcher, token_id)
         if error is not None:
-            return Ending(0, EndReason.ERROR, error=error)
-        top = allowed(tops[0]) if tops else None
-        reported.append(TokenOut(job.job.key, position, token_id, logprobs[0] if logprobs else None, top))
-    if matcher.ended:
-        return Ending(len(drawn), EndReason.STOP)
-    if job.job.prompt_len + position + len(drawn) == sequence.limit:
-        return Ending(len(drawn), EndReason.LENGTH)
+            return Ending(place, EndReason.ERROR, error=error)
+        top = allowed(tops[place]) if tops else None
+        reported.append(TokenOut(job.job.key, begin + place, token_id, logprobs[place] if logprobs else None, top))
+        if matcher.ended:
+            return Ending(place + 1, EndReason.STOP)
+        if begin + place + 1 == most:
+            return Ending(place + 1, EndReason.LENGTH)
     return None

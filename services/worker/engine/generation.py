@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services import failpoints
@@ -28,7 +29,7 @@ from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.scored_prompts import ScoredPrompts
 from services.worker.engine.step_times import StepTimes
-from services.worker.engine.structured import StructuredJobs, refused
+from services.worker.engine.structured import FormedRow, StructuredJobs, likely, refused
 from services.worker.errors import CheckpointError
 from services.worker.job import (
     Ended,
@@ -335,7 +336,7 @@ class GenerationEngine:
             return False
         if self.speculation is None or not self.planner.may_guess():
             return True
-        return not self.speculation.waits(self.planner.running)
+        return not self.speculation.waits(self.planner.running, self._in_form)
 
     def _launch_next(self, output: StepOutput) -> bool:
         """Plan the next step and launch it. False if there is nothing to launch before a step in flight is over."""
@@ -364,7 +365,7 @@ class GenerationEngine:
         speculation = self.speculation
         self.profiler.enter("planning")
         asks = speculation is not None and speculation.begins_step() and not self._in_flight
-        plan = self.planner.plan(speculation.guess if speculation and asks else None)
+        plan = self.planner.plan(partial(speculation.guess, in_form=self._in_form) if speculation and asks else None)
         if plan.loads:
             self._adapters.begin(plan.loads)
         if plan.paused:
@@ -372,6 +373,10 @@ class GenerationEngine:
             for sequence in plan.paused:
                 self._jobs[sequence.job.key].paused_s.append(now)
         return plan
+
+    def _in_form(self, sequence: Sequence, guesses: Many[int]) -> Many[int]:
+        """Guesses for an answer with a form."""
+        return likely(self._jobs.get(sequence.job.key), guesses)
 
     def _launch(self, plan: Plan, edits: list[SlotEdits], output: StepOutput) -> None:
         rows = plan.rows
@@ -447,7 +452,7 @@ class GenerationEngine:
         self._undrawn = False
         for part in self._in_flight[0].parts:
             waiting = [
-                self._job_of(row, preemptions)
+                FormedRow(self._job_of(row, preemptions), row.guesses)
                 for row, preemptions in zip(part.rows, part.preemptions, strict=True)
                 if row.samples and row.sequence.job.params.structured
             ]

@@ -3,9 +3,11 @@
 Knows matchers, jobs and masks, never a runner or a device.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +40,28 @@ def following(matcher: Matcher, token_id: int) -> Failure | None:
 def allowed(top: Top) -> Top:
     """The likely tokens without those that a mask forbids."""
     return [each for each in top if each[1] > -math.inf]
+
+
+class FormedRow(NamedTuple):
+    """A row whose tokens are drawn under masks."""
+
+    job: ActiveJob | None
+    """None: it has ended."""
+    guesses: Sequence[int]
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """What follows the answer."""
+        return self.job.matcher if self.job is not None else None
+
+
+def likely(job: ActiveJob | None, guesses: Sequence[int]) -> Sequence[int]:
+    """Guesses for an answer with a form: what the form prescribes, or else these as far as it allows them. None of them
+    ends the answer."""
+    if job is None or job.matcher is None:
+        return ()
+    found = job.matcher.likely(guesses)
+    return found[: next((place for place, token in enumerate(found) if token in job.end_tokens), len(found))]
 
 
 class StructuredJobs:
@@ -80,37 +104,50 @@ class StructuredJobs:
         return self._cancelled.pop(key, False)
 
     def masks_of(
-        self, jobs: Sequence[ActiveJob | None], end_tokens: frozenset[int]
+        self, rows: Sequence[FormedRow], end_tokens: frozenset[int]
     ) -> tuple[Masks, list[tuple[ActiveJob, FormRefused]]]:
-        """The masks of rows that belong to these jobs, and the jobs that cannot be continued. The masks of these, and
-        of rows whose job has ended (None), allow everything: what they draw is dropped. Valid until the next call."""
+        """The masks of these rows, one for each token that is drawn, and the jobs that cannot be continued. The masks
+        of these, and of rows whose job has ended, allow everything: what they draw is dropped. Valid until the next
+        call."""
         forms = self.forms
         assert forms is not None, "a job with a form runs without forms"
-        if len(self._masks) < len(jobs):
-            self._masks = np.empty((len(jobs), forms.words), np.int32)
-        masks = self._masks[: len(jobs)]
-        forms.fill([(job.matcher, line) for line, job in enumerate(jobs) if job and job.matcher], masks)
+        ends = list(itertools.accumulate(1 + len(row.guesses) for row in rows))
+        if len(self._masks) < ends[-1]:
+            self._masks = np.empty((ends[-1], forms.words), np.int32)
+        masks = self._masks[: ends[-1]]
+        firsts = [end - 1 - len(row.guesses) for row, end in zip(rows, ends, strict=True)]
+        alone = [(row.matcher, at) for row, at in zip(rows, firsts, strict=True) if row.matcher and not row.guesses]
+        forms.fill(alone, masks)
         failed = []
-        for line, job in enumerate(jobs):
-            if job is None or job.matcher is None:
-                masks[line] = -1
-                continue
-            error = forms.failure(job.matcher)
-            if error is None:
-                _set_ends(masks[line], job, end_tokens)
-                error = None if masks[line].any() else _DEAD_END
-            if error is not None:
-                masks[line] = -1
-                failed.append((job, error))
+        for row, first, end in zip(rows, firsts, ends, strict=True):
+            error = self._finish_masks(row, masks[first:end], end_tokens) if row.matcher else None
+            if error is not None or row.job is None:
+                masks[first:end] = -1
+            if error is not None and row.job is not None:
+                failed.append((row.job, error))
         return masks, failed
 
+    def _finish_masks(self, row: FormedRow, masks: Masks, end_tokens: frozenset[int]) -> FormRefused | None:
+        """Set the ends of the answer in the masks of a row, after those of its guesses are written. -> why the answer
+        cannot be continued, if so."""
+        job, matcher = row.job, row.matcher
+        assert self.forms is not None
+        assert job is not None
+        assert matcher is not None
+        complete = matcher.fill_along(row.guesses, masks) if row.guesses else [matcher.accepting]
+        error = self.forms.failure(matcher)
+        if error is not None:
+            return error
+        for place, line in enumerate(masks):
+            _set_ends(line, job, complete[place], job.sequence.position + place, end_tokens)
+        return None if masks[0].any() else _DEAD_END
 
-def _set_ends(line: Masks, job: ActiveJob, end_tokens: frozenset[int]) -> None:
+
+def _set_ends(line: Masks, job: ActiveJob, complete: bool, position: int, end_tokens: frozenset[int]) -> None:
     """Allow end and stop tokens exactly where they may end the answer: where its form is complete, and it has
     min_tokens. A stop token that the form itself allows elsewhere is an ordinary token there."""
     params = job.job.params
-    assert job.matcher is not None
-    may_end = job.matcher.accepting and job.sequence.position >= params.min_tokens
+    may_end = complete and position >= params.min_tokens
     if params.ignore_eos or not may_end:
         for token in end_tokens:
             line[token >> 5] &= ~_bit(token)

@@ -92,8 +92,8 @@ class Sequence:
 
     @property
     def guessable(self) -> bool:
-        """Whether its tokens may be guessed: not where each is drawn under a mask of its own."""
-        return self.job.params.structured is None and not self.job.params.bad_sequences
+        """Whether its tokens may be guessed: not where what is banned depends on each token before."""
+        return not self.job.params.bad_sequences
 
     @property
     def position(self) -> int:

@@ -84,10 +84,11 @@ class Runner(Protocol[Step]):
         and may be sent again."""
 
     def draw(self, step: Step, masks: Masks, /) -> None:
-        """Draw the tokens of a step's M rows that sample and whose slots have masks (`Edit.MASK`), in the order of the
-        rows; the log-probabilities of these are after the mask. The masks are read before it returns. Called once for
-        each step with such rows, after all earlier steps were collected, before this one is collected and before the
-        next one is launched; of a step whose launch failed, all parts are launched, then all are drawn."""
+        """Draw the tokens of a step's rows that sample and whose slots have masks (`Edit.MASK`), in the order of the
+        rows. masks: a line for each of these rows' M samples. The log-probabilities of these are after the mask. The
+        masks are read before it returns. Called once for each step with such rows, after all earlier steps were
+        collected, before this one is collected and before the next one is launched; of a step whose launch failed, all
+        parts are launched, then all are drawn."""
 
     def done(self, step: Step, /) -> bool:
         """Whether `collect` would return at once."""

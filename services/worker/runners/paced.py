@@ -147,15 +147,13 @@ class PacedRunner:
             if not samples:
                 continue
             position = slot.computed - slot.prompt_len
+            own = None
             if masks is not None and number in self._masked:
-                tokens.append([self._pick(slot, position, masks[line])])
-                line += 1
-            elif samples == 1:
-                tokens.append([self._draw(slot, position)])
-            else:
-                guesses = rows.ids[end - samples + 1 : end].tolist()
-                tokens.append(self._draw_along(slot, position - len(guesses), guesses))
-                slot.computed += len(tokens[-1]) - samples
+                own = masks[line : line + samples]
+                line += samples
+            guesses = rows.ids[end - samples + 1 : end].tolist() if samples > 1 else []
+            tokens.append(self._draw_along(slot, position - len(guesses), guesses, own))
+            slot.computed += len(tokens[-1]) - samples
             if slot.logprobs > most:
                 most = slot.logprobs
         if most < 0:
@@ -171,15 +169,15 @@ class PacedRunner:
         logprobs = [[self._logprob] * len(likely)] * lines
         return scored.divide([self._logprob] * lines, [likely] * lines, logprobs)
 
-    def _draw_along(self, slot: _Slot, first: int, guesses: list[int]) -> list[int]:
+    def _draw_along(self, slot: _Slot, first: int, guesses: list[int], masks: Masks | None) -> list[int]:
         """The tokens from a position of the answer on, up to the first that is not what was guessed."""
-        drawn = [self._draw(slot, first)]
+        drawn = [self._draw_under(masks, 0, slot, first)]
         for place, guess in enumerate(guesses, 1):
             if guess == OWN_GUESS and self._is_right(slot, first + place):
                 guess = drawn[-1]
             if drawn[-1] != guess:
                 break
-            drawn.append(self._draw(slot, first + place))
+            drawn.append(self._draw_under(masks, place, slot, first + place))
         return drawn
 
     def _is_right(self, slot: _Slot, position: int) -> bool:
@@ -187,10 +185,12 @@ class PacedRunner:
         name = f"{slot.seed}/{slot.sample_index}/{position}".encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") < self._acceptance * 2**32
 
-    def _pick(self, slot: _Slot, position: int, line: npt.NDArray[np.int32]) -> int:
-        """The token at a position of an answer, of those that a line of a mask allows; an end token if it allows no
+    def _draw_under(self, masks: Masks | None, line: int, slot: _Slot, position: int) -> int:
+        """The token at a position of an answer, of those that a line of masks allows; an end token if it allows no
         other."""
-        allowed = np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little")[: self._vocab_size])
+        if masks is None:
+            return self._draw(slot, position)
+        allowed = np.flatnonzero(np.unpackbits(masks[line].view(np.uint8), bitorder="little")[: self._vocab_size])
         inner = allowed[~np.isin(allowed, self._end_tokens)]
         chosen: npt.NDArray[np.intp] = inner if len(inner) else allowed
         return int(chosen[self._draw(slot, position) % len(chosen)])

@@ -24,6 +24,15 @@ _STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that a draft model computes of a sequence before each guess, at most: more are the price of a pause."""
 
 
+InForm = Callable[[Sequence, Many[int]], Many[int]]
+"""An answer with a form, and guesses for it -> those that the form prescribes or allows."""
+
+
+def no_form(sequence: Sequence, guesses: Many[int]) -> Many[int]:
+    """Of engines without forms."""
+    return ()
+
+
 @dataclass(slots=True)
 class _Answer:
     """What is known of one answer."""
@@ -75,7 +84,7 @@ class Speculation:
         assert guessing is not None
         return Speculation(guessing, depth, self._most, self._overlaps, self._limit)
 
-    def waits(self, running: Iterable[Sequence]) -> bool:
+    def waits(self, running: Iterable[Sequence], in_form: InForm = no_form) -> bool:
         """Whether the next step is to be planned when none is in flight any more, because some answer is likely to be
         guessed then: what is known of the answers before that decides, so that steps overlap where nothing is."""
         asking = [sequence for sequence in running if sequence.total > sequence.prefill_end]
@@ -83,7 +92,7 @@ class Speculation:
             return False
         if self._rests(asking, len(asking)):
             return False
-        if self._proposer is None or any(map(self._is_promising, asking)):
+        if self._proposer is None or any(self._is_promising(sequence, in_form) for sequence in asking):
             return True
         self._found_nothing()
         return False
@@ -96,15 +105,15 @@ class Speculation:
             return False
         return True
 
-    def guess(self, asked: list[tuple[Sequence, int]], rows: int) -> list[Many[int]]:
+    def guess(self, asked: list[tuple[Sequence, int]], rows: int, in_form: InForm = no_form) -> list[Many[int]]:
         """The planner's question: guesses for these answers, each with the number that it has room for. rows: answers
-        in the step, those that do not ask included."""
+        in the step, those that do not ask included. in_form: what of guesses an answer's form allows."""
         if self._draft_model is not None:
             self._draft_model.begin_step()
         if self._rests([sequence for sequence, _ in asked], rows):
             return [()] * len(asked)
         most = self._most if self._limit is None else self._limit(rows)
-        drafts = [self._draft(sequence, min(room, most)) for sequence, room in asked]
+        drafts = [self._draft(sequence, min(room, most), in_form) for sequence, room in asked]
         if any(drafts) or self._behind:
             self._in_vain = 0
         elif self._overlaps:
@@ -191,7 +200,7 @@ class Speculation:
         behind = sum(tokens for tokens in missing if tokens > _STEADY_TOKENS)
         return 0 if self._budget.allows(behind) else _PLAIN_STEPS
 
-    def _draft(self, sequence: Sequence, room: int) -> Many[int]:
+    def _draft(self, sequence: Sequence, room: int, in_form: InForm) -> Many[int]:
         job = sequence.job
         answer = self._answers.setdefault(job.key, _Answer())
         most = min(room, self._room_of(job, sequence.position))
@@ -201,7 +210,7 @@ class Speculation:
             answer.pause -= 1
             answer.acceptance.fade()
             return ()
-        found = self._own_guesses(sequence, most) if self._draft_model else self._propose(sequence, most)
+        found = self._own_guesses(sequence, most) if self._draft_model else self._propose(sequence, most, in_form)
         if found:
             answer.misses = 0
             return found
@@ -211,20 +220,21 @@ class Speculation:
         answer.acceptance.fade()
         return ()
 
-    def _is_promising(self, sequence: Sequence) -> bool:
+    def _is_promising(self, sequence: Sequence, in_form: InForm) -> bool:
         """Whether guesses are found behind the tokens that are known: then there will be some behind the next one."""
         answer = self._answers.setdefault(sequence.job.key, _Answer())
         if answer.barred or not sequence.guessable or self._room_of(sequence.job, sequence.position) <= 0:
             return False
-        if not answer.pause and self._propose(sequence, 1):
+        if not answer.pause and self._propose(sequence, 1, in_form):
             return True
         answer.pause = max(answer.pause - 1, 0)
         answer.acceptance.fade()
         return False
 
-    def _propose(self, sequence: Sequence, most: int) -> Many[int]:
+    def _propose(self, sequence: Sequence, most: int, in_form: InForm) -> Many[int]:
         assert self._proposer is not None
-        return self._proposer.propose(sequence.job, sequence.tokens, most)
+        found = self._proposer.propose(sequence.job, sequence.tokens, most)
+        return found if sequence.job.params.structured is None else in_form(sequence, found)[:most]
 
     def _own_guesses(self, sequence: Sequence, most: int) -> Many[int]:
         assert self._draft_model is not None
@@ -235,9 +245,9 @@ class Speculation:
 
     def _room_of(self, job: Job, position: int) -> int:
         """Most guesses after the token at this position of the answer. A row does not cross the position at which
-        min_tokens ends: what is banned is the same at all of its tokens. An answer with a form has no guesses: each of
-        its tokens has a mask of its own."""
-        if job.params.structured is not None:
+        min_tokens ends: what is banned is the same at all of its tokens. An answer with a form has no guesses of a
+        draft model: the host, which computes the masks behind them, would have to wait for them."""
+        if job.params.structured is not None and self._draft_model is not None:
             return 0
         most = self._most if self._depth is None else self._depth
         if job.speculation is not None:

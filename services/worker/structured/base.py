@@ -33,6 +33,14 @@ class Matcher(Protocol):
     def consume(self, token_id: int) -> None:
         """The answer has a further token. Raises FormRefused if the form does not allow it."""
 
+    def likely(self, guesses: Sequence[int]) -> Sequence[int]:
+        """Tokens that may follow: those of the text that the form prescribes next; without any, the first of these
+        guesses, up to one that the form does not allow."""
+
+    def fill_along(self, guesses: Sequence[int], masks: Masks) -> list[bool]:
+        """Write what may follow now and after each of these guesses, which the form allows, to the lines of masks.
+        -> for each line whether the form is complete there. The matcher stays where it is."""
+
 
 class Forms(Protocol):
     """Compiles forms, and computes masks of many answers at once."""

@@ -51,6 +51,26 @@ class GuidanceMatcher:
             raise FormRefused(one_line(self.inner.get_error()))
         self._note()
 
+    def likely(self, guesses: Sequence[int]) -> Sequence[int]:
+        """What the form prescribes next, or else the first guesses that it allows."""
+        if self.ended:
+            return ()
+        return self.inner.compute_ff_tokens() or guesses[: self.inner.validate_tokens(list(guesses))]
+
+    def fill_along(self, guesses: Sequence[int], masks: Masks) -> list[bool]:
+        """Write what may follow now and after each of these guesses. -> where the form is complete."""
+        complete = []
+        for place, line in enumerate(masks):
+            if place:
+                self.inner.consume_token(guesses[place - 1])
+            complete.append(self.inner.is_accepting())
+            if self.inner.is_stopped():  # The answer ends before this place.
+                line[:] = -1
+            else:
+                self.inner.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        self.inner.rollback(len(guesses))
+        return complete
+
     def _note(self) -> None:
         self.accepting = self.inner.is_accepting()
         self.ended = self.accepting and self.inner.is_stopped()

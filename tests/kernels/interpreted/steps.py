@@ -7,6 +7,7 @@ import pytest
 from tests.kernels.steps import (
     check_draft_guesses,
     check_guesses,
+    check_guesses_under_masks,
     check_heads_guesses,
     check_measured_scales,
     check_parts_of_a_step,
@@ -31,6 +32,10 @@ def test_steps_with_adapters() -> None:
 
 def test_steps_with_guesses() -> None:
     check_guesses()
+
+
+def test_guesses_under_masks() -> None:
+    check_guesses_under_masks()
 
 
 def test_guesses_of_a_draft_model() -> None:

@@ -127,7 +127,7 @@ class CpuRunner:
         assert step.logits is not None, "the step has no rows with masks"
         with torch.inference_mode():
             counts = np.array([step.rows.samples[row] for row in step.chosen])
-            lines = (np.cumsum(counts) - counts)[self._masked[step.slots[step.chosen]]]
+            lines = np.flatnonzero(np.repeat(self._masked[step.slots[step.chosen]], counts))
             mask_logits(step.logits, torch.from_numpy(lines), torch.from_numpy(masks))
             self._finish(step)
 

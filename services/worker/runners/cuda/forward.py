@@ -34,6 +34,8 @@ class Computed:
     report: Tensor
     """int32: the three lists of S that `step_io.store_sampled` writes; then, unless all rows are answers, for each
     token whether its line is finite, or in a step with guesses for each row how many draws are kept."""
+    guessed: StepInputs | None = None
+    """The inputs of a step with guesses."""
 
 
 class GpuForward:
@@ -124,7 +126,7 @@ class GpuForward:
         )  # fmt: skip
         lists = report[: 3 * samples].view(3, samples)
         step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, scratch, lists)
-        return Computed(logits, drawn, report)
+        return Computed(logits, drawn, report, inputs)
 
     @torch.inference_mode()
     def guess(self, words: Tensor, rows: int, longest: int, features: Features) -> tuple[Tensor, Tensor, Tensor]:

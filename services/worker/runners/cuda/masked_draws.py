@@ -6,23 +6,24 @@ from the step before, and arrive while the GPU computes: then the logits are mas
 step without such rows is the same as if there were no masks.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import sampling, step_io
+from kernels import guesses, sampling, step_io
 from kernels.sampling.slot_settings import Samples, SlotSettings
 from kernels.sampling.token_mask import mask_logits
+from kernels.step_io import StepInputs
 from services.worker.runners.base import Masks, Sampled
 from services.worker.runners.cuda.logprobs import TopLogprobs
 
 
 @dataclass(slots=True)
 class MaskedRows:
-    """The M rows of a step that draw under masks."""
+    """The rows of a step that draw under masks: M lines of its logits, one for each token that is drawn."""
 
     lines: list[int]
     """[M]: of the S lines of logits."""
@@ -31,31 +32,40 @@ class MaskedRows:
     positions: list[int]
     """[S]: the new token's position in its answer."""
     tops: TopLogprobs
+    rows: int = 0
+    """Rows of a step with guesses; 0: it has none."""
     logits: Tensor | None = None
     """[S, V], once the step is launched."""
+    guessed: StepInputs | None = None
+    """The inputs of a step with guesses, once it is launched."""
     drawn: list[tuple[int, float]] = field(default_factory=list)
     """[M]: token and log-probability, once the step is over."""
+    kept: list[int] = field(default_factory=list)
+    """Of a step with guesses: how many draws each row keeps, once it is over."""
 
 
 class MaskedDraws:
     """Masks and draws for one step at a time: the next step's masks are known only when this one is over. Only the
     parts of a step whose launch failed are in flight together; the later ones wait for the earlier."""
 
-    def __init__(self, slots: int, vocab_size: int, settings: SlotSettings, last_token: Tensor) -> None:
-        """slots: most rows of a step. settings and last_token [slots + 1]: of the slots."""
-        self._slots, self._settings, self._last_token = slots, settings, last_token
+    def __init__(self, most: int, vocab_size: int, settings: SlotSettings, last_token: Tensor) -> None:
+        """most: draws of a step. settings and last_token [slots + 1]: of the slots."""
+        self._most, self._settings, self._last_token = most, settings, last_token
         words, device = -(-vocab_size // 32), last_token.device
-        self._head = 6 * slots
-        """Words of the slots, positions and lines, each int64 [slots]. The masks follow."""
-        sizes = self._head + slots * words
+        self._head = 6 * most
+        """Words of the slots, positions and lines, each int64 [most]. The masks follow."""
+        sizes = self._head + most * words
         pinned = last_token.is_cuda
         self._staged = torch.zeros(sizes, dtype=torch.int32, pin_memory=pinned)
         self._host_words = self._staged.numpy()
         """The staged words. NumPy writes them in this thread; torch would wake others for as much as this."""
-        self._host_lists = self._host_words[: self._head].view(np.int64).reshape(3, slots)
+        self._host_lists = self._host_words[: self._head].view(np.int64).reshape(3, most)
         self._sent = torch.zeros(sizes, dtype=torch.int32, device=device)
-        self._report = torch.zeros(3 * slots, dtype=torch.int32, device=device)
-        self._host_report = torch.zeros(3 * slots, dtype=torch.int32, pin_memory=pinned)
+        self._report = torch.zeros(4 * most, dtype=torch.int32, device=device)
+        """Three lists of S, as `step_io.store_sampled` writes them; then of a step with guesses what each row keeps."""
+        self._host_report = torch.zeros(4 * most, dtype=torch.int32, pin_memory=pinned)
+        self._no_slots = torch.empty_like(last_token)
+        """Where the last draws of rows with guesses go: they may not be kept."""
         self._uploads: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
         """Masks are sent while the GPU computes the logits."""
         self._undrawn: MaskedRows | None = None
@@ -64,14 +74,16 @@ class MaskedDraws:
         """The rows whose draws are, or will be, in the report."""
 
     def begin(self) -> None:
-        """Before a step is launched: it may overwrite the logits of a part whose rows are not drawn yet."""
-        if self._undrawn is not None and self._undrawn.logits is not None:
-            self._undrawn.logits = self._undrawn.logits.clone()
-            self._undrawn = None
+        """Before a step is launched: it may overwrite what the draws of an earlier part read."""
+        rows, self._undrawn = self._undrawn, None
+        if rows is not None and rows.logits is not None:
+            rows.logits = rows.logits.clone()
+            if rows.guessed is not None:
+                rows.guessed = _copied(rows.guessed)
 
-    def launched(self, rows: MaskedRows, logits: Tensor) -> None:
-        """A step with these rows was launched. logits [S, V]."""
-        rows.logits = logits
+    def launched(self, rows: MaskedRows, logits: Tensor, guessed: StepInputs | None) -> None:
+        """A step with these rows was launched. logits [S, V]; guessed: its inputs, if it has guesses."""
+        rows.logits, rows.guessed = logits, guessed
         self._undrawn = rows
 
     @torch.inference_mode()
@@ -90,15 +102,16 @@ class MaskedDraws:
         end = self._head + masks.size
         self._host_words[self._head : end] = masks.reshape(-1)
         self._send(end)
-        drawn = self._launch(rows.logits, count, end)
-        self._host_report[: 3 * samples].copy_(self._report[: 3 * samples], non_blocking=True)
+        drawn = self._launch(rows.logits, count, end, rows.guessed)
+        reported = 3 * samples + rows.rows
+        self._host_report[:reported].copy_(self._report[:reported], non_blocking=True)
         rows.tops.send(rows.logits, drawn.totals)
 
     def warm_up(self, logits: Tensor) -> None:
         """Launch the kernels on these logits [S, V], which are destroyed, for the padding slot."""
-        self._host_lists[0], self._host_lists[1:] = self._slots, 0
+        self._host_lists[0], self._host_lists[1:] = len(self._last_token) - 1, 0
         self._sent.copy_(self._staged)
-        self._launch(logits, 1, self._head + (len(self._sent) - self._head) // self._slots)
+        self._launch(logits, 1, self._head + (len(self._sent) - self._head) // self._most)
 
     def collect(self, rows: MaskedRows) -> None:
         """Note what the rows have drawn. The step is over."""
@@ -110,6 +123,7 @@ class MaskedDraws:
         tokens = self._host_report[:samples].tolist()
         logprobs = self._host_report[samples : 2 * samples].view(torch.float32).tolist()
         rows.drawn = [(tokens[line], logprobs[line]) for line in rows.lines]
+        rows.kept = self._host_report[3 * samples : 3 * samples + rows.rows].tolist()
 
     def _settle(self, rows: MaskedRows) -> None:
         """Wait for the draws of an earlier part."""
@@ -126,14 +140,40 @@ class MaskedDraws:
             self._sent[:end].copy_(self._staged[:end], non_blocking=True)
         torch.cuda.current_stream().wait_stream(self._uploads)
 
-    def _launch(self, logits: Tensor, count: int, end: int) -> Samples:
-        samples = len(logits)
-        slots, positions, lines = self._sent[: self._head].view(torch.int64).view(3, self._slots)
+    def _launch(self, logits: Tensor, count: int, end: int, guessed: StepInputs | None = None) -> Samples:
+        samples, settings, into = len(logits), self._settings, self._last_token
+        slots, positions, lines = self._sent[: self._head].view(torch.int64).view(3, self._most)
+        slots, positions = slots[:samples], positions[:samples]
         mask_logits(logits, lines[:count], self._sent[self._head : end].view(count, -1))
-        drawn = sampling.sample(logits, self._settings, slots[:samples], positions[:samples])
+        if guessed is None:
+            drawn = sampling.sample(logits, settings, slots, positions)
+        else:
+            drawn, into = self._draw_along(logits, slots, positions, guessed), self._no_slots
         report = self._report[: 3 * samples].view(3, samples)
-        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, slots[:samples], self._last_token, report)
+        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, slots, into, report)
         return drawn
+
+    def _draw_along(self, logits: Tensor, slots: Tensor, positions: Tensor, guessed: StepInputs) -> Samples:
+        """Draw after each guess, and move the slots behind the draws that are kept."""
+        assert guessed.places is not None
+        samples, rows = len(logits), len(guessed.contexts)
+        token_ids, kept = guessed.token_ids[:samples], self._report[3 * samples : 3 * samples + rows]
+        drawn = sampling.sample(
+            logits, self._settings, slots, positions, guesses=token_ids, places=guessed.places[:samples]
+        )
+        guesses.accept(
+            drawn.tokens, drawn.totals, token_ids, guessed.starts, slots, positions, self._settings, self._last_token,
+            kept,
+        )  # fmt: skip
+        return drawn
+
+
+def _copied(inputs: StepInputs) -> StepInputs:
+    """Those that draws along guesses read."""
+    assert inputs.places is not None
+    copies = (inputs.token_ids, inputs.starts, inputs.contexts, inputs.places)
+    token_ids, starts, contexts, places = (each.clone() for each in copies)
+    return replace(inputs, token_ids=token_ids, starts=starts, contexts=contexts, places=places)
 
 
 def merged(sampled: Sampled, rows: MaskedRows) -> Sampled:

@@ -120,7 +120,9 @@ class GpuRunner:
         self._upload = StepUpload(most_words, tables, self.sampler.settings)
         self._tables = tables
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, self.sampler.settings)
-        self._masked = MaskedDraws(slot_count, model.config.vocab_size, self.sampler.settings, self.forward.last_token)
+        self._masked = MaskedDraws(
+            self._most_samples, model.config.vocab_size, self.sampler.settings, self.forward.last_token
+        )
         self.graphs = Graphs(model, ops, stored, slot_count, step_tokens, guesses)
         self.adapters = adapters
         self.adapted_graphs = Graphs(model, ops, stored, slot_count, step_tokens, guesses)
@@ -311,6 +313,14 @@ class GpuRunner:
         """The results of a step with guesses: of each row the draws that are kept. It is the only one in flight."""
         rows, logprobs, tops = step.rows, None, step.tops.lists()
         counts = step.report.words[step_io.aligned(3 * step.samples) :][: len(rows.contexts)].tolist()
+        if step.masked is not None:
+            self._masked.collect(step.masked)
+            for row in {rows.sampling[line] for line in step.masked.lines}:
+                counts[row] = step.masked.kept[row]
+            lines = Sampled([[token] for token in drawn], [[x] for x in own] if own else None, tops)
+            lines = merged(lines, step.masked)
+            drawn, tops = [token for (token,) in lines.tokens], lines.tops
+            own = [x for (x,) in lines.logprobs] if lines.logprobs else []
         starts = [end - length for end, length in zip(rows.ends, rows.rows.lengths, strict=True)]
         finite = []
         for slot, context, length, count in zip(rows.rows.slots, rows.contexts, rows.rows.lengths, counts, strict=True):
@@ -319,7 +329,7 @@ class GpuRunner:
             if not count:
                 self._clear(slot, context - length, context)
         pieces = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        if step.tops.wanted:
+        if own:
             logprobs = [own[piece] for piece in pieces]
         tokens = [drawn[piece] for piece in pieces]
         likely = None if tops is None else [[top for (top,) in tops[piece]] for piece in pieces]
@@ -405,7 +415,7 @@ class GpuRunner:
             report.tensor[: len(computed.report)].copy_(computed.report, non_blocking=True)
             tops.send(computed.logits, computed.samples.totals)
             if masked is not None:
-                self._masked.launched(masked, computed.logits[: len(slots)])
+                self._masked.launched(masked, computed.logits[: len(slots)], computed.guessed)
         step = GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
         self._follow(rows, sizes, computed)
         return step
@@ -462,8 +472,12 @@ class GpuRunner:
         return MaskedRows(
             lines=lines,
             slots=[slot if mask else self.slots for slot, mask in zip(slots, later, strict=True)],
-            positions=list(map(self.sampler.position, slots, (rows.contexts[row] for row in rows.sampling))),
+            positions=[
+                self.sampler.position(slot, rows.contexts[row] - after)
+                for slot, row, after in zip(slots, rows.sampling, rows.afters, strict=True)
+            ],
             tops=TopLogprobs(asked, self.model.config.vocab_size, self.device),
+            rows=len(rows.contexts) if rows.guesses else 0,
         )
 
     def _mark_bad_words(self, rows: StepRows) -> None:

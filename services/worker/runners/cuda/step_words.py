@@ -64,6 +64,13 @@ class StepRows:
         self.sizes = len(self.rows.ids), len(self.ends), len(self.sampling)
 
     @property
+    def afters(self) -> list[int]:
+        """[S]: the guesses of its row behind each sample."""
+        if not self.guesses:
+            return [0] * len(self.sampling)
+        return [after for count in self.rows.samples for after in reversed(range(count))]
+
+    @property
     def answers(self) -> bool:
         """Whether every row has one token and samples."""
         tokens, rows, samples = self.sizes
@@ -92,13 +99,14 @@ class StepRows:
     def _chosen(self) -> list[int]:
         """[S]: the samples as `kernels.step_io` reads them."""
         if self.guesses:
-            assert self.masked.isdisjoint(self.rows.slots), "guesses beside masks"
             place = step_io.GUESS_PLACE.value
-            counts = enumerate(self.rows.samples)
-            return [row + place * after for row, count in counts for after in reversed(range(count))]
+            found = [row + place * after for row, after in zip(self.sampling, self.afters, strict=True)]
+        else:
+            found = self.sampling
         if not self.masked:
-            return self.sampling
-        return [-2 - row if self.rows.slots[row] in self.masked else row for row in self.sampling]
+            return found
+        later = [self.rows.slots[row] in self.masked for row in self.sampling]
+        return [-2 - sample if wait else sample for sample, wait in zip(found, later, strict=True)]
 
 
 def put(words: StagingBuffer, at: int, values: Sequence[int]) -> None:
