@@ -2,13 +2,15 @@
 
     python -m bench.engine.structured [--schemas 1000] [--model models/weft-story-2m] [--out FILE]
     python -m bench.engine.structured --gpu [--model llama-3.1-8b] [--batch 32] [--schemas 200]
+    python -m bench.engine.structured --guesses [--model llama-3.1-8b]
 
 Without --gpu: the demo model answers random schemas with sampling, beside unconstrained requests. Each finished
 answer must be valid by `jsonschema`, and each unconstrained one must equal the answer that it has alone; otherwise the
 exit code is 1. With --gpu: the time of a step of an 8B shape with random weights and a synthetic tokenizer,
 whose rows are unconstrained, constrained or both, and what of it the host spends on what; the goal for a step of
 constrained rows is 105% of an unconstrained one. All steps have the same rows in the same order, whether constrained or
-not, so that the free rows have the same logits and must have the same tokens.
+not, so that the free rows have the same logits and must have the same tokens. With --guesses: tokens/s of such a
+model's answers to a schema of records, without guesses and with those of `ngram` and of the schema.
 """
 
 import argparse
@@ -49,6 +51,23 @@ _ENDLESS = json.dumps(
     }
 )
 """A schema whose answers do not end during the measurement."""
+_FIELDS = {
+    "first_name": {"type": "string", "maxLength": 12},
+    "date_of_birth": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"},
+    "number_of_children": {"type": "integer", "maximum": 12},
+    "preferred_language": {"enum": ["english", "spanish", "chinese"]},
+    "is_active_member": {"type": "boolean"},
+}
+_RECORDS = json.dumps(
+    {
+        "type": "array",
+        "minItems": 2000,
+        "items": {
+            "type": "object", "properties": _FIELDS, "required": [*_FIELDS], "additionalProperties": False,
+        },
+    }
+)  # fmt: skip
+"""A schema of endless records."""
 
 
 class TimedForms(GuidanceForms):
@@ -170,8 +189,8 @@ def synthetic_tokenizer(folder: Path, vocab_size: int) -> bytes:
     return json.dumps(content).encode()
 
 
-def _jobs(batch: int, constrained: int, vocab_size: int, first_key: int) -> list[Job]:
-    form, made = Form("json_schema", _ENDLESS), []
+def _jobs(batch: int, constrained: int, vocab_size: int, first_key: int, schema: str = _ENDLESS) -> list[Job]:
+    form, made = Form("json_schema", schema), []
     for place in range(batch):
         source = random.Random(place)
         prompt = [source.randrange(100, vocab_size - 300) for _ in range(1000)]
@@ -249,6 +268,23 @@ def step_times(
     return seconds, {job.key - jobs[0].key: tokens[job.key] for job in jobs}
 
 
+def tokens_per_s(engine: GenerationEngine, jobs: list[Job]) -> float:
+    """Of all jobs together, from their 24th token until the first one has 250."""
+    submit_together(engine, jobs)
+    tokens, began, before = {job.key: 0 for job in jobs}, 0.0, 0
+    while max(tokens.values()) < STEPS + 50:
+        for token in engine.step().tokens:
+            tokens[token.key] += 1
+        if not began and min(tokens.values()) >= SETTLED:
+            began, before = time.perf_counter(), sum(tokens.values())
+    rate = (sum(tokens.values()) - before) / (time.perf_counter() - began)
+    for job in jobs:
+        engine.cancel(job.key)
+    while engine.has_work():
+        engine.step()
+    return rate
+
+
 def _same(one: dict[int, list[int]], other: dict[int, list[int]], free: int) -> int:
     """How many of the first `free` places have the same tokens in both runs, as far as both have any."""
     return sum(all(a == b for a, b in zip(one[place], other[place], strict=False)) for place in range(free))
@@ -302,16 +338,47 @@ def on_gpu(model: str, batch: int, schemas: int) -> Iterator[Figure]:
     forms.close()
 
 
+def guessed(model: str) -> Iterator[Figure]:
+    """Tokens/s of 1 and 8 answers to a schema, without guesses and with them."""
+    folder = presets.folder_of(f"random:{model}")
+    options = EngineOptions(
+        engine="gpu", dtype="bfloat16", max_batch_size=8, step_tokens=2048, max_seq_length=2048, kv_blocks=1000,
+        speculate="ngram",
+    )  # fmt: skip
+    built = build_engine(folder, options, lambda *_: None)
+    vocab, engine, key = built.config.vocab_size, built.engine, 1
+    forms = GuidanceForms(synthetic_tokenizer(folder, vocab), vocab, [_END_TOKEN])
+    forms.wait()
+    engine.use_forms(forms)
+    speculation = engine.speculation
+    assert speculation is not None
+    for count in (1, 8):
+        rates: dict[bool, float] = {}
+        for on in (False, True, False, True):  # twice: the first round warms up
+            engine.speculation = speculation.fresh(None) if on else None
+            rates[on] = tokens_per_s(engine, _jobs(count, count, vocab, key, _RECORDS))
+            key += count
+        yield Figure(f"{count} answers without guesses", rates[False], "tokens/s")
+        yield Figure(f"{count} answers with guesses", rates[True], "tokens/s")
+        yield Figure("  ratio", rates[True] / rates[False], "x", ">= 0.97")
+    counts = engine.speculation.counts if engine.speculation else speculation.counts
+    yield Figure("right guesses of the last answers", counts.accepted / max(counts.drafted, 1))
+    forms.close()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print -> 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--guesses", action="store_true")
     parser.add_argument("--schemas", type=int, help="default: 1000, with --gpu 200")
     parser.add_argument("--model", default="")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     given = parser.parse_args(arguments)
-    if given.gpu:
+    if given.guesses:
+        figures = list(guessed(given.model or "llama-3.1-8b"))
+    elif given.gpu:
         figures = list(on_gpu(given.model or "llama-3.1-8b", given.batch, given.schemas or 200))
     else:
         figures, wrong = obeyed(Path(given.model or ROOT / "models" / "weft-story-2m"), given.schemas or 1000)
