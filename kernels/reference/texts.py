@@ -49,14 +49,14 @@ def equal_texts(lengths: Sequence[int]) -> list[EqualTexts]:
 
 
 def attend_packed(qkv: Tensor, groups: Sequence[EqualTexts], heads: int) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v of each text, not causal: qkv [T, 3 * H * D] -> [T, H * D]. Nothing is copied."""
-    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    """softmax(q k^T / sqrt(D)) v of each text, not causal: qkv [T, 3 * H * D] -> [T, H * D]."""
+    parts = []
     for begin, count, length in groups:
         rows = slice(begin, begin + count * length)
         q, k, v = qkv[rows].view(count, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
-        out[rows].view(count, length, heads, -1).copy_(attended.transpose(1, 2))
-    return out
+        parts.append(attended.transpose(1, 2).reshape(count * length, -1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def pool_texts(x: Tensor, starts: Tensor, pooling: Pooling) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.operands import Activation, Norm
+from kernels.operands import Activation, Norm, Pooling
 from kernels.quantized_cpu import Product
 from kernels.reference import texts as reference
 from services.worker.models.encoders.ops import EmbeddingTables, PackedTexts
@@ -14,7 +14,12 @@ class CpuEncoderOps(ReferenceOps):
     groups of equal lengths."""
 
     attend_packed = staticmethod(reference.attend_packed)
-    pool = staticmethod(reference.pool_texts)
+
+    def pool(self, x: Tensor, starts: Tensor, pooling: Pooling, /) -> Tensor:
+        """One vector for each text. The mean of one text takes 6 us, its reduction in segments 20."""
+        if pooling is Pooling.MEAN and len(starts) == 2:
+            return x.float().mean(0, keepdim=True)
+        return reference.pool_texts(x, starts, pooling)
 
     def embed(self, texts: PackedTexts, tables: EmbeddingTables, norm: Norm, /) -> Tensor:
         """norm(the sum of each token's rows)."""
