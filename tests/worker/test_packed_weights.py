@@ -1,13 +1,14 @@
 """Models whose plain weights are packed compute what they compute with plain weights."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kernels import plain_cpu
-from kernels.plain_cpu import PackedProduct
+from kernels.plain_cpu import MklProduct, PackedProduct
 from services.worker.engine.generation import GenerationEngine
 from tests.checkpoints import SHAPES, Shape, make_checkpoint
 from tests.encoders import make_encoder
@@ -57,3 +58,15 @@ def test_packing_changes_no_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     expected = vectors(build(folder), ENCODED)
     pack_all(monkeypatch)
     np.testing.assert_allclose(vectors(build(folder), ENCODED), expected, atol=2e-4)
+
+
+@pytest.mark.skipif(not plain_cpu.has_mkl(), reason="torch has no MKL here")
+def test_packing_by_mkl_changes_no_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_encoder(tmp_path)
+    expected = vectors(build(folder), ENCODED)
+    monkeypatch.setattr(plain_cpu, "PACK_FROM", 1)
+    monkeypatch.setattr(plain_cpu, "is_intel", lambda: True)
+    built = build(folder)
+    runner: Any = built.engine.runner
+    assert {type(each.linear.weight) for each in runner.model.projections()} == {MklProduct}
+    np.testing.assert_allclose(vectors(built, ENCODED), expected, atol=2e-4)

@@ -1,9 +1,12 @@
 """The operations of an encoder in plain torch, on a CPU: packed texts, no padding. Knows no model."""
 
+import torch
 from torch import Tensor
 
 from kernels.operands import Activation, Norm, Pooling
+from kernels.plain_cpu import MklProduct, is_mkl_faster
 from kernels.quantized_cpu import Product
+from kernels.quantized_weights import Weight
 from kernels.reference import texts as reference
 from services.worker.models.encoders.ops import EmbeddingTables, PackedTexts
 from services.worker.runners.cpu.ops import ReferenceOps
@@ -14,6 +17,11 @@ class CpuEncoderOps(ReferenceOps):
     groups of equal lengths."""
 
     attend_packed = staticmethod(reference.attend_packed)
+
+    def prepare(self, weight: Weight, dtype: torch.dtype, /) -> Tensor | Product:
+        """As a decoder's, but packed by MKL where that is faster for several rows: a text is seldom one row."""
+        prepared = super().prepare(weight, dtype)
+        return MklProduct(prepared) if isinstance(prepared, Tensor) and is_mkl_faster(prepared) else prepared
 
     def pool(self, x: Tensor, starts: Tensor, pooling: Pooling, /) -> Tensor:
         """One vector for each text. The mean of one text takes 6 us, its reduction in segments 20."""
