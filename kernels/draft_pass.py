@@ -66,15 +66,15 @@ def advance(drawn: Tensor, slots: Tensor, last_token: Tensor, words: Tensor, gue
     )
 
 
-@triton.jit(do_not_specialize=["T", "R", "count", "held"])
+@triton.jit(do_not_specialize=["T", "R", "count", "held", "longest"])
 def follow_kernel(
     checked,  # int32: the words of the step, as `kernels.step_io` defines them
     kept,  # int32 [R]: draws that each row keeps
     last_token,  # int64 [slots]
     guesses,  # int32 [slots, MOST]: the table
-    words,  # int32 out: as above for `held` rows, then those of a step of `held` rows of up to two tokens
-    T, R, count, held,
-    MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    words,  # int32 out: as above for `held` rows, then those of a step of `held` rows of up to `longest` tokens
+    T, R, count, held, longest,
+    MOST: tl.constexpr, REDO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows; those without guesses, or without a draw, get no tokens."""
     wait(PDL)
@@ -86,11 +86,9 @@ def follow_kernel(
     length = tl.load(starts + 1 + rows, mask=some, other=0) - tl.load(starts + rows, mask=some, other=0)
     draws = tl.load(kept + rows, mask=some, other=0)
     on = (length > 1) & (draws > 0)
-    both = on & (draws == length)
     slot = tl.load(contexts + tl.cdiv(R, 4) * 4 + rows, mask=some, other=0)
     context = tl.where(on, tl.load(contexts + rows, mask=some, other=0) - length + draws + 1, 0)
     last = tl.load(last_token + slot.to(tl.int64), mask=on, other=0).to(tl.int32)
-    right = tl.load(guesses + slot.to(tl.int64) * MOST + length - 2, mask=both, other=0)
     owner, chosen = tl.where(on, slot, -1), tl.where(on, rows, -1)
 
     # The words of one token a row, which `advance` makes those of the second pass.
@@ -104,13 +102,17 @@ def follow_kernel(
     tl.store(ends + 3 * lists + rows, slot * MOST, mask=inside)
     tl.store(ends + 4 * lists + rows, tl.where(on, length - 1, 0), mask=inside)
 
-    # The words of the first pass: the last guess, too, where all were right, as the draft model has not computed it.
+    # The words of the first pass: the last draws of each row, of which all but the last one were guesses.
     ids = ends + 5 * lists
-    tokens = on.to(tl.int32) + both.to(tl.int32)
+    tokens = tl.where(on, draws if REDO else 1 + (draws == length).to(tl.int32), 0)
     end = tl.cumsum(tokens, 0)
-    tl.store(ids + end - tokens, right, mask=both)
+    behind = tl.arange(0, 2 * MOST)[None, :]  # how many of the row's tokens come after this one
+    place = (draws - 2)[:, None] - behind
+    earlier = (behind + 1 < tokens[:, None]) & (place >= 0)
+    right = tl.load(guesses + (slot.to(tl.int64) * MOST)[:, None] + place, mask=earlier, other=0)
+    tl.store(ids + (end - 2)[:, None] - behind, right, mask=earlier)
     tl.store(ids + end - 1, last, mask=on)
-    begins = ids + tl.cdiv(2 * held, 4) * 4
+    begins = ids + tl.cdiv(longest * held, 4) * 4
     tl.store(begins + rows, end - tokens, mask=rows <= held)
     ends = begins + tl.cdiv(held + 1, 4) * 4
     tl.store(ends + rows, context, mask=inside)
@@ -120,10 +122,11 @@ def follow_kernel(
 
 def follow(
     checked: Tensor, sizes: tuple[int, int, int], count: int, kept: Tensor, last_token: Tensor, guesses: Tensor,
-    words: Tensor, held: int,
+    words: Tensor, held: int, longest: int = 2, redo: bool = False,
 ) -> None:  # fmt: skip
     """Make `words` those of the passes of `held` rows behind a step that checks guesses, before the host has its
-    results: of a first pass of up to two tokens a row behind those of a pass of one token.
+    results: of a first pass of up to `longest` tokens a row behind those of a pass of one token. The first pass has the
+    last draw of each row, and the last guess where all were right, as nothing has computed it; redo: all draws.
 
     checked int32: the words of the step, of these sizes and with `count` rows, at most MOST_FOLLOWED. kept int32 [R]:
     draws that each row keeps; last_token int64 [slots]: the last of them; guesses int32 [slots, most]: the table. A row
@@ -131,8 +134,8 @@ def follow(
     """
     assert count <= held <= MOST_FOLLOWED, (count, held)
     follow_kernel[(1,)](
-        checked, kept, last_token, guesses, words, sizes[0], sizes[1], count, held,
-        MOST=guesses.shape[1], BLOCK=2 * MOST_FOLLOWED, num_warps=4, **launch_options(words.device),
+        checked, kept, last_token, guesses, words, sizes[0], sizes[1], count, held, longest,
+        MOST=guesses.shape[1], REDO=redo, BLOCK=2 * MOST_FOLLOWED, num_warps=4, **launch_options(words.device),
     )  # fmt: skip
 
 

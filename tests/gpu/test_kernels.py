@@ -405,7 +405,8 @@ def test_ends_of_passes_of_a_draft_model() -> None:
 def test_passes_behind_a_step() -> None:
     some = [(5, 5), (5, 2), (1, 1), (3, 0), (9, 9), (2, 1)]
     for held, drawn in ((1, [(5, 5)]), (4, [(2, 2), (2, 1), (3, 3)]), (8, some), (64, some * 10)):
-        check_pass_behind_a_step(held, drawn)
+        for redo in (False, True):
+            check_pass_behind_a_step(held, drawn, redo)
 
 
 def test_lists_of_a_step() -> None:

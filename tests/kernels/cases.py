@@ -310,9 +310,9 @@ def check_draft_pass(held: int, wanted: list[int]) -> None:
     assert sent[end:].eq(77).all()
 
 
-def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]]) -> None:
+def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool) -> None:
     """The words of the passes behind a step whose rows have these lengths and keep these draws; the graphs of both have
-    `held` rows."""
+    `held` rows. redo: the first pass has all draws."""
     count, slots = len(drawn), held + 3
     lengths, kept = ([row[part] for row in drawn] for part in (0, 1))
     owners, contexts = random.sample(range(slots), count), random.sample(range(9, 900), count)
@@ -329,12 +329,15 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]]) -> None:
     rows, expected = [], {}
     for slot, length, context, draws in zip(owners, lengths, contexts, kept, strict=True):
         if length > 1 and draws:
-            right = [int(guesses[slot, length - 2])] if draws == length else []
+            first = 0 if redo else draws - 1 - (draws == length)
+            right = guesses[slot, first : draws - 1].tolist()
             expected[slot] = [*right, int(last[slot])], context - length + draws + 1, length - 1
         rows.append(expected.get(slot))
     first_at = draft_pass.lists_of(held)[-1]
-    sent = torch.full((first_at + step_io.words_of(2 * held, held, held) + 4,), 77, dtype=torch.int32, device=DEVICE)
-    draft_pass.follow(checked, sizes, count, counts, last, guesses, sent, held)
+    longest = max(lengths) if redo else 2
+    size = first_at + step_io.words_of(longest * held, held, held)
+    sent = torch.full((size + 4,), 77, dtype=torch.int32, device=DEVICE)
+    draft_pass.follow(checked, sizes, count, counts, last, guesses, sent, held, longest, redo)
     assert sent[-4:].eq(77).all()
     places, left, _ = (int(at) for at in draft_pass.lists_of(held))
     assert sent[left : left + held].tolist() == [*(row[2] if row else 0 for row in rows), *[0] * (held - count)]
@@ -343,7 +346,7 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]]) -> None:
     ]
 
     tables, none = torch.ones(slots + 1, 64, dtype=torch.int32, device=DEVICE), torch.full_like(last, -9)
-    for tokens, at in ((2 * held, first_at), (held, 0)):
+    for tokens, at in ((longest * held, first_at), (held, 0)):
         inputs = step_io.step_inputs(sent[at:], tokens, held, held, tables[:-1].clone())
         step_io.unpack(sent[at:], none, torch.zeros_like(last), tables, inputs, 16)
         ids, positions, starts = inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.starts.tolist()

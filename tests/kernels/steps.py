@@ -185,7 +185,8 @@ def check_draft_guesses() -> None:
 
 def check_heads_guesses() -> None:
     """Draft heads guess what they guess on a CPU, from the same hidden states: in catch-ups, in first passes of several
-    tokens, of rows that want one, three and no guesses, and after a prefix that came without hidden states."""
+    tokens, of rows that want one, three and no guesses, after a prefix that came without hidden states, and behind the
+    step before."""
     gpu, cpu = _runners(3, 48, 32, 9, heads=_heads_config())
     mine, other = gpu.draft, cpu.draft
     assert isinstance(mine, GpuHeads)
@@ -195,7 +196,8 @@ def check_heads_guesses() -> None:
     sequences, computed = [[*range(7, 21)], [8, 3], [5]], [0, 0, 0]
     words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
     guessed: list[int] = []
-    for counts in (None, (3, 1, 0), (0, 2, 3), (4, 1, 1)):
+    checked, followed = _checked_guesses(gpu), 0
+    for counts in (None, (3, 1, 0), (0, 2, 3), (4, 1, 1), (2, 1, 1), (3, 1, 2)):
         if counts is not None:
             edits: list[_EditOf] = [
                 (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
@@ -204,9 +206,10 @@ def check_heads_guesses() -> None:
             ]
             words = _packed(edits, [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)])
         guesses = _recorded_guesses(other)
+        followed += sum(0 < count <= gpu._followed.get(slot, 0) for slot, count in enumerate(counts or ()))
         for slot, tokens in enumerate(_compare(gpu, cpu, words).sampled.tokens):
             if counts is not None and counts[slot]:
-                found = gpu.forward.own_guesses[slot, : counts[slot]].tolist()
+                found = checked[slot, : counts[slot]].tolist()
                 assert found == guesses[slot]
                 guessed += found
                 computed[slot] = len(sequences[slot])
@@ -218,8 +221,21 @@ def check_heads_guesses() -> None:
         if counts == (3, 1, 0):
             for runner in (gpu, cpu):
                 runner.kv.write([1], runner.kv.read([1]))
+    assert followed > 4
     assert len(set(guessed)) > 3
     assert all(token % 2 for token in guessed), "a token that the heads' own head does not have"
+
+
+def _checked_guesses(gpu: GpuRunner) -> torch.Tensor:
+    """The table of guesses that the last step has read: a draft guesses behind a step at once."""
+    table, follow = gpu.forward.own_guesses.clone(), gpu._follow
+
+    def recorded(*arguments: Any) -> None:
+        table.copy_(gpu.forward.own_guesses)
+        follow(*arguments)
+
+    gpu._follow = recorded  # type: ignore[assignment, method-assign]
+    return table
 
 
 def _recorded_guesses(heads: CpuHeads) -> dict[int, list[int]]:

@@ -65,8 +65,8 @@ class GpuDraftModel:
 
     lengths: Sequence[int] = (1, 2)
     """Most tokens of a row in the first passes that are captured; ascending."""
-    follows = True
-    """Whether it can guess behind a step whose results the host does not have yet."""
+    redoes_guesses = False
+    """Whether it computes right guesses once more."""
 
     def __init__(
         self,
@@ -131,9 +131,8 @@ class GpuDraftModel:
 
     def _warm_up_follow(self) -> None:
         """Compile the kernel that begins passes behind a step."""
-        if self.follows:
-            words, last_token = self._upload.words, self.forward.last_token
-            draft_pass.follow(words, (1, 1, 1), 0, self._guesses, last_token, self._guesses, words, 1)
+        words, last, guesses = self._upload.words, self.forward.last_token, self._guesses
+        draft_pass.follow(words, (1, 1, 1), 0, guesses, last, guesses, words, 1, redo=self.redoes_guesses)
 
     def _warm_up_catch_ups(self) -> None:
         """Run catch-ups of all sizes, which no graph holds. Their attention has kernels that depend on the number of
@@ -188,14 +187,14 @@ class GpuDraftModel:
         is launched."""
         slots, guesses = rows.rows.slots, [length - 1 for length in rows.rows.lengths]
         ends = [context + count for context, count in zip(rows.contexts, guesses, strict=True)]
-        longest = self.model.max_positions
-        enough = all(end <= min(covered[slot], longest) for slot, end in zip(slots, ends, strict=True))
-        held, longest = self._held(len(slots), 2)
-        if not (self.follows and enough and (held, longest) in self._graphs and (held, 1) in self._graphs):
+        most = self.model.max_positions
+        enough = all(end <= min(covered[slot], most) for slot, end in zip(slots, ends, strict=True))
+        held, longest = self._held(len(slots), 1 + max(guesses) if self.redoes_guesses else 2)
+        if not (enough and (held, longest) in self._graphs and (held, 1) in self._graphs):
             return {}
         draft_pass.follow(
             checked.words, checked.sizes, len(slots), checked.kept, checked.last_token, self._guesses,
-            self._upload.words, held,
+            self._upload.words, held, longest, self.redoes_guesses,
         )  # fmt: skip
         self._run(held, longest)
         for _ in range(max(guesses) - 1):

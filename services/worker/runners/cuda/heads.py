@@ -20,7 +20,7 @@ class GpuHeads(GpuDraftModel):
     """Guesses for rows of a `GpuRunner`, whose model gives `hidden` its residual streams."""
 
     lengths = tuple(count + 1 for count in GUESSES)
-    follows = False
+    redoes_guesses = True
 
     def __init__(
         self,
