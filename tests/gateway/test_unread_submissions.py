@@ -47,6 +47,20 @@ def test_the_age_is_that_of_the_oldest_unread_one() -> None:
     assert unread.refusal(9.0) is None
 
 
+def test_a_scheduler_that_stood_still_is_not_behind() -> None:
+    """What it did not read meanwhile is no overload, unless it is still unread some time after."""
+    unread = UnreadSubmissions()
+    unread.counted(0, 0.0)
+    for place in range(2 * FEW):
+        unread.sent(0.05 * place)
+    unread.counted(1, 4.0)
+    assert not unread.limited(4.0)
+    unread.counted(1, 4.2)
+    assert not unread.limited(4.2)
+    unread.counted(1, 4.3)
+    assert unread.limited(4.3)
+
+
 def test_what_was_unread_is_forgotten() -> None:
     unread = sent(10 * FEW)
     unread.counted(1, 1.0)
@@ -76,7 +90,8 @@ def test_a_count_beyond_what_was_sent_is_harmless() -> None:
     unread.counted(5, 1.0)
     for _ in range(FEW + 3):
         unread.sent(2.0)
-    unread.counted(5, 9.0)
+    for now in (8.5, 9.0):
+        unread.counted(5, now)
     assert unread.refusal(9.0) is not None
 
 

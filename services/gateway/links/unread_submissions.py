@@ -5,6 +5,7 @@ the next one takes to arrive never fills its queue: the jobs wait in the connect
 gateway submits as many jobs as the scheduler reads, and refuses the others.
 """
 
+import math
 from collections import deque
 
 from services.errors import WeftError, exhausted
@@ -16,6 +17,9 @@ BEHIND_S = 0.25
 """Time that a submission may wait before the scheduler reads it. Beside busy processes some wait 0.1 s."""
 FEW = 32
 """Unread submissions that are no overload, however old: a slow network delays them, too."""
+STILL_S = 1.0
+"""Time without a message of the scheduler, which sends two heartbeats a second, after which it stood still: submissions
+were unread for that, and not because there were too many."""
 _CALM_S = 1.0
 """Time without an unread submission after which any number may be unread again."""
 _RETRY_S = 1.0
@@ -30,6 +34,9 @@ class UnreadSubmissions:
         self._read = 0
         self._all_read_at = 0.0
         """Since when none is unread, if so."""
+        self._counted_at = math.inf
+        """When the last message has arrived."""
+        self._still_until = 0.0
         self._marks = ((0.0, 0), (0.0, 0))
         """Two times not long ago, and how many had been read then."""
         self._limit = AdaptiveLimit()
@@ -46,10 +53,13 @@ class UnreadSubmissions:
             self._sent_at.popleft()
             self._read += 1
             self._all_read_at = now
+        if now - self._counted_at > STILL_S:
+            self._still_until = now
+        self._counted_at = now
         (since, before), recent = self._marks
         if now - recent[0] >= BEHIND_S:
             self._marks = recent, (now, self._read)
-        behind = len(self._sent_at) >= FEW and now - self._sent_at[0] > BEHIND_S
+        behind = len(self._sent_at) >= FEW and now - max(self._sent_at[0], self._still_until) > BEHIND_S
         if behind and not self._limit.lowered_within(BEHIND_S, now):  # What a lower limit changes is read later.
             self._limit.lower((self._read - before) / (now - since) * BEHIND_S, now)
 
