@@ -47,7 +47,7 @@ COLUMNS = ("tok/s", "ratio", "k", "rows guessed", "right")
 
 
 def open_engine(model: str, **options: Any) -> GenerationEngine:
-    """An engine of random weights, the same for every call, whose process has the pauses of one that serves."""
+    """An engine of random weights, the same for every call. Its process collects garbage as one that serves does."""
     settings: dict[str, Any] = {
         "engine": "gpu", "dtype": "bfloat16", "max_seq_length": 16384, "kv_blocks": 36000, **options,
     }  # fmt: skip

@@ -95,7 +95,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
 
 
 def _launch_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineOptions, max_length: int) -> None:
-    """Run all passes of the draft model, likewise."""
+    """Run all passes of the draft model, so that their kernels are recorded, too."""
     own = draft_options(options)
     source = _few_layers(folder, read_config(folder), own)
     config = source.config
