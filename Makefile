@@ -125,8 +125,8 @@ bench-engines: set-up ## All engines beside each other on this machine's CPU, de
 	@$(BIN)/python -m bench.engine.engines $(if $(ENGINES),--engines $(ENGINES))
 
 .PHONY: bench-grammar
-bench-grammar: ## Random JSON schemas obeyed by the demo model; with GPU=1 what constrained rows cost in an 8B step, or ARGS=--guesses: SCHEMAS=1000 GPU_PYTHON=python.
-	@$(if $(GPU),$(GPU_PYTHON),$(BIN)/python) -m bench.engine.structured $(ARGS) $(if $(GPU),$(if $(ARGS),,--gpu),$(if $(SCHEMAS),--schemas $(SCHEMAS)))
+bench-grammar: ## Random JSON schemas obeyed by the demo model; with GPU=1 what constrained rows cost in an 8B step, or GUESSES=1 what guesses gain: SCHEMAS=1000 GPU_PYTHON=python.
+	@$(if $(GPU),$(GPU_PYTHON),$(BIN)/python) -m bench.engine.structured $(if $(GPU),$(if $(GUESSES),--guesses,--gpu),$(if $(SCHEMAS),--schemas $(SCHEMAS)))
 
 lint: set-up ## Style and formatting, changing nothing.
 	$(call say,ruff)

@@ -361,7 +361,8 @@ def guessed(model: str) -> Iterator[Figure]:
         yield Figure(f"{count} answers without guesses", rates[False], "tokens/s")
         yield Figure(f"{count} answers with guesses", rates[True], "tokens/s")
         yield Figure("  ratio", rates[True] / rates[False], "x", ">= 0.97")
-    counts = engine.speculation.counts if engine.speculation else speculation.counts
+    assert engine.speculation is not None
+    counts = engine.speculation.counts
     yield Figure("right guesses of the last answers", counts.accepted / max(counts.drafted, 1))
     forms.close()
 

@@ -1,4 +1,4 @@
-"""Workers with WEFT_FETCH_DTYPE=fp8 as processes: prompts are handed off in fp8, and who cannot take part says why."""
+"""Processes of workers with WEFT_FETCH_DTYPE=fp8: they hand prompts off in fp8, and a refused worker reports why."""
 
 import asyncio
 import json

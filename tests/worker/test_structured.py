@@ -314,6 +314,20 @@ class Nothing:
         pass
 
 
+class Continues(Nothing):
+    """Proposes what comes in a text behind the answer's last token."""
+
+    def __init__(self, written: list[int]) -> None:
+        self.written = written
+
+    def propose(self, job: Job, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        ends = [place for place, token in enumerate(self.written, 1) if token == token_ids[-1]]
+        return self.written[ends[-1] :][:most] if ends else ()
+
+
+NO_SPACES = {"whitespace_flexible": False}
+
+
 def varied_forms() -> list[Job]:
     """Answers with a form and free ones: with penalties, stop tokens, least lengths and log-probabilities."""
     letters, penal = Form("regex", "[0-9]{3}[a-z ]*"), {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
@@ -360,6 +374,29 @@ def test_a_guess_that_the_form_forbids_ends_there(demo: Callable[..., Generation
     answer = solo(engine, shaped(1, digits))
     assert answer.tokens == plain.tokens
     assert (answer.ended.cost.drafted_tokens, answer.ended.cost.accepted_tokens) == (2, 2)
+
+
+@pytest.mark.parametrize("required", [["a", "b"], ["a"]], ids=["met", "only guessed"])
+def test_a_limit_of_a_form_is_met_where_plain_decoding_meets_it(
+    demo: Callable[..., GenerationEngine], required: list[str]
+) -> None:
+    """Also if guesses lead to it earlier, or if they alone lead to it."""
+    many = {"type": "object", "properties": {f"p{n}": {} for n in range(2500)}}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": many}, "required": required}
+    form = Form("json_schema", json.dumps({**schema, "additionalProperties": False, "x-guidance": NO_SPACES}))
+    close, limit = (TEXT.encode(text, add_special_tokens=False).ids[-1] for text in ('"a":true}', '"b":{'))
+    bias = {} if "b" in required else {close: 50.0}
+    plain = solo(demo(**STRICT), shaped(1, form, logit_bias=bias))
+    written = TEXT.encode('{"a":true,"b":{"p', add_special_tokens=False).ids
+    assert limit in written
+    for depth in (3, 8):
+        engine = demo(**STRICT)
+        engine.speculation = Speculation(Continues(written), depth)
+        answer = solo(engine, shaped(1, form, logit_bias=bias))
+        assert answer.tokens == plain.tokens
+        assert answer.ended.error == plain.ended.error
+        assert (answer.ended.error is not None) == ("b" in required)
+        assert answer.ended.cost.drafted_tokens
 
 
 def test_what_a_form_prescribes_is_guessed(demo: Callable[..., GenerationEngine]) -> None:

@@ -1,7 +1,7 @@
 """Rounds contents of blocks to fp8 for a slow link. Knows numbers in a row, not which layer, head or token they are of.
 
-So it also rounds blocks of which several ranks have a part. A number in fp8 has an exponent of its own: which numbers
-share a scale matters little, as long as the largest one fits.
+It therefore rounds blocks of several ranks in the same way. Each number in fp8 has an exponent of its own, so it
+matters little which numbers share a scale, as long as the largest one fits.
 
     C numbers of a block    G groups of 64 numbers, the last one filled up with zeros
 """
@@ -70,8 +70,8 @@ class Fp8Rounding:
 
 
 def rounding_of(dtype: str, block_bytes: int) -> Fp8Rounding | None:
-    """The rounding of blocks of so many bytes, whose numbers have the format that torch calls `dtype`. None for
-    formats that have 8 bits already."""
+    """The rounding of blocks of this size. dtype: torch's name for the type of their numbers. None for types that have
+    8 bits already."""
     found = _DTYPES.get(dtype)
     return None if found is None else Fp8Rounding(found, block_bytes // found.itemsize)
 

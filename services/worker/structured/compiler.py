@@ -58,17 +58,19 @@ class GuidanceMatcher:
         return self.inner.compute_ff_tokens() or guesses[: self.inner.validate_tokens(list(guesses))]
 
     def fill_along(self, guesses: Sequence[int], masks: Masks) -> list[bool]:
-        """Write what may follow now and after each of these guesses. -> where the form is complete."""
-        complete = []
-        for place, line in enumerate(masks):
-            if place:
-                self.inner.consume_token(guesses[place - 1])
-            complete.append(self.inner.is_accepting())
-            if self.inner.is_stopped():  # The answer ends before this place.
+        """Write what may follow now and after each of these guesses. -> where the form is complete.
+
+        A copy goes along the guesses: if it meets a limit behind a wrong one, that is no error of the answer.
+        """
+        complete, ahead = [self.accepting], self.inner.deep_copy()
+        self.inner.unsafe_compute_mask_ptr(masks[0].ctypes.data, masks[0].nbytes)
+        for guess, line in zip(guesses, masks[1:], strict=True):
+            ahead.consume_token(guess)
+            complete.append(ahead.is_accepting())
+            if not ahead.is_stopped():
+                ahead.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+            if ahead.is_stopped():  # The answer ends before this place, or its own matcher meets the same limit.
                 line[:] = -1
-            else:
-                self.inner.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
-        self.inner.rollback(len(guesses))
         return complete
 
     def _note(self) -> None:
