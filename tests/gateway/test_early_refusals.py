@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import exhausted
-from services.gateway.links import adaptive_limit, early_refusal, unread_submissions
+from services.gateway.links import adaptive_limit, early_refusal, queue_share, unread_submissions
 from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, rejected, until
 from tests.gateway.http_client import client
 from tests.gateway.model import ANSWER, LOREM
@@ -179,7 +179,7 @@ def test_requests_are_paced_where_all_models_of_their_tenant_have_queues_that_ar
     scheduler: Any = SimpleNamespace(
         refuses=True,
         settled=0,
-        refusal=lambda model, tenant: None,
+        refusal_unread=lambda model, tenant: None,
         crowding=lambda model: full if model in crowded_models else None,
     )
     access: Any = SimpleNamespace(tenant=lambda credentials: SimpleNamespace(hash="t"))
@@ -191,6 +191,23 @@ def test_requests_are_paced_where_all_models_of_their_tenant_have_queues_that_ar
     refusals = [early.refusal([], paced=True) for _ in range(200)]
     assert least <= refusals.count(None) <= most
     assert early.refused == 200 - refusals.count(None)
+
+
+async def test_no_more_requests_are_read_at_once_than_have_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowded(monkeypatch) as mesh:
+        monkeypatch.setattr(early_refusal, "_PAUSE_S", 1e9)
+        monkeypatch.setattr(queue_share, "_PROMISE_S", 1e9)
+        monkeypatch.setattr(adaptive_limit.AdaptiveLimit, "most", lambda self, now: 5.0)
+        scheduler = mesh.scheduler
+        scheduler.hold, before = True, len(scheduler.submits)
+        calls = [asyncio.ensure_future(refused(mesh)) for _ in range(40)]
+        await until(lambda: sum(call.done() for call in calls) == 35)
+        assert not any(was_read(call.result()) for call in calls if call.done())
+        await until(lambda: len(scheduler.submits) == before + 5)
+        scheduler.decide = None
+        scheduler.release()
+        answers = await asyncio.gather(*calls)
+        assert sorted(len(answer.ids()) for answer in answers) == [0] * 35 + [len(ANSWER)] * 5
 
 
 async def test_a_pause_follows_a_request_that_is_read_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,33 @@ def test_a_nearly_full_queue_lowers_the_share_once_until_that_takes_effect() -> 
     assert share.most(0.0) == 69 * 7 / 8
 
 
+def test_a_place_is_kept_for_a_request_that_is_read() -> None:
+    share = filled({"t": 80})
+    for _ in range(15):
+        share.leave("t")
+    read = 0
+    while share.refusal_unread("t", 0.1) is None:
+        share.promise(0.1)
+        read += 1
+    assert (read, share.promised(0.1)) == (9, 9), "73 may wait by then, and one more of a tenant that has fewer"
+    share.crowded(0.7, 0.1)  # The share is lowered below what waits; the promises hold.
+    for left in range(8, -1, -1):
+        assert share.refusal("t", False, 0.2) is None
+        share.enter("t")
+        assert share.promised(0.2) == left
+    assert reason(share.refusal("t", False, 0.2)) == "QUEUE_FULL"
+
+
+def test_a_request_that_does_not_take_its_place_keeps_it_for_a_short_time() -> None:
+    share = filled({"t": 80})
+    for _ in range(10):
+        share.leave("t")
+    share.promise(0.0)
+    assert reason(share.refusal_unread("t", 0.02)) == "QUEUE_FULL"
+    assert share.refusal_unread("t", 0.3) is None
+    assert share.promised(0.3) == 0
+
+
 def test_sheddable_jobs_are_refused_first() -> None:
     share = filled({"t": 80})
     for _ in range(50):
@@ -130,6 +157,10 @@ class Simulation:
     """How long each job waited that the scheduler refused."""
     starved: int = 0
     """Times that a worker was free and no job waited."""
+    reading_s: float = 0.0
+    """From the arrival of a request until its job is submitted."""
+    read_for_nothing: int = 0
+    """Requests that a gateway refused after it had read them."""
     _busy_until: float = 0.0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -156,10 +187,19 @@ class Simulation:
         return self._busy_until
 
     def _arrive(self, gateway: int) -> None:
+        share = self.shares[gateway]
+        if share.refusal_unread("t", self.now) is None:
+            if share.bounded(self.now):
+                share.promise(self.now)
+            self._at(self.now + self.reading_s, lambda: self._submit(gateway))
+
+    def _submit(self, gateway: int) -> None:
         share, sent_at = self.shares[gateway], self.now
         if share.refusal("t", False, self.now) is None:
             share.enter("t")
             self._at(self._scheduler(READ_S), lambda: self._read(gateway, sent_at))
+        else:
+            self.read_for_nothing += 1
 
     def _read(self, gateway: int, sent_at: float) -> None:
         if len(self.waiting) < LIMIT:
@@ -197,6 +237,13 @@ class Unbounded(QueueShare):
         """Changes nothing."""
 
 
+class Promiseless(QueueShare):
+    """Keeps no places."""
+
+    def promise(self, now: float) -> None:
+        """Changes nothing."""
+
+
 @pytest.mark.parametrize("rate", [100.0, 200.0])
 def test_gateways_refuse_what_a_queue_that_is_nearly_full_cannot_take(rate: float) -> None:
     simulation = Simulation([QueueShare() for _ in range(4)])
@@ -209,6 +256,20 @@ def test_gateways_refuse_what_a_queue_that_is_nearly_full_cannot_take(rate: floa
     assert not simulation.waits, "the scheduler refuses none"
     assert len(simulation.waiting) > 0.7 * LIMIT
     assert min(simulation.placed.values()) > 0.8 * 20 * ENDS_PER_S / 4, "the gateways have equal shares"
+
+
+@pytest.mark.parametrize(("share", "most"), [(QueueShare, 0), (Promiseless, 1 << 30)])
+def test_no_request_is_read_for_nothing(share: type[QueueShare], most: int) -> None:
+    simulation = Simulation([share() for _ in range(4)], reading_s=0.1)
+    simulation.run(3, [200.0] * 4)
+    simulation.waits.clear()
+    simulation.starved = simulation.read_for_nothing = 0
+    simulation.run(20, [200.0] * 4)
+    assert simulation.starved == 0
+    assert simulation.read_for_nothing <= most
+    assert len(simulation.waits) <= most
+    if share is Promiseless:
+        assert simulation.read_for_nothing > 500, "of 16,000, without promises"
 
 
 def test_without_marks_the_scheduler_refuses_few_and_the_queue_is_never_empty() -> None:

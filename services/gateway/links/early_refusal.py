@@ -5,7 +5,7 @@ Knows credentials and names of models, no requests. To read, validate and record
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
 as long as some answers are found there, every request is read. Else requests over HTTP are read about as fast as places
 become free: many at once would delay the refusals of those that arrive meanwhile. Over gRPC, where a refusal is a task
-of the event loop as reading is, that gains nothing.
+of the event loop as reading is, that gains nothing. A place is kept for each request that is read.
 """
 
 import random
@@ -103,10 +103,13 @@ class EarlyRefusal:
         """One of the refusals, if new jobs of all models that the tenant may use are refused, or if the bounded queues
         of all of these are mostly taken and enough requests are read for the places that are free there."""
         models = list(self._catalog.generating(tenant))
-        errors = [self._scheduler.refusal(model, tenant.hash) for model in models]
+        errors = [self._scheduler.refusal_unread(model, tenant.hash) for model in models]
         if not errors or all(errors):
             return errors[-1] if errors else None
-        if not paced:
-            return None
-        errors = [self._scheduler.crowding(model) for model in models]
-        return errors[-1] if all(errors) and not self._pace.takes(self._scheduler.settled, time.monotonic()) else None
+        if paced:
+            errors = [self._scheduler.crowding(model) for model in models]
+            if all(errors) and not self._pace.takes(self._scheduler.settled, time.monotonic()):
+                return errors[-1]
+        if len(models) == 1:  # Of several, nobody knows which one an unread request is for.
+            self._scheduler.promise(models[0])
+        return None

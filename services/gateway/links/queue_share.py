@@ -6,7 +6,12 @@ its answers while a queue is nearly full, as a network marks packets (explicit c
 then on a gateway submits as many jobs as the scheduler answers, and refuses the others itself: its share of the queue
 stays full, and the scheduler has time. The share falls with marks and refusals and grows with time, so that the shares
 of several gateways become equal.
+
+A request waits in this process, too, from when its head has arrived until it is read and submitted. So the share counts
+those that are on their way to it. Else as many were read at once as one place is free for, and all but one refused.
 """
+
+from collections import deque
 
 from services.errors import WeftError, exhausted
 from services.gateway.links.adaptive_limit import AdaptiveLimit
@@ -17,6 +22,8 @@ _LEFT = 7 / 8
 """Share of the waiting jobs that may wait after a mark or a refusal. The queue is never empty for that."""
 _SHEDDABLE = 1 / 4
 """Part of the share that sheddable jobs may take: the scheduler, too, sheds them long before its queue is full."""
+_PROMISE_S = 0.25
+"""How long a place is kept. A request that has not taken it by then was refused or answered otherwise, most likely."""
 
 
 class QueueShare:
@@ -26,11 +33,25 @@ class QueueShare:
     def __init__(self) -> None:
         self.waiting = 0
         self._of_tenant: dict[str, int] = {}
+        self._promised_at: deque[float] = deque()
+        """When each request that is being read was promised a place, the oldest first."""
         self._limit = AdaptiveLimit()
         self._retry_after_s = 0.0
 
+    def promise(self, now: float) -> None:
+        """A request is read because there is a place for its job."""
+        self._promised_at.append(now)
+
+    def promised(self, now: float) -> int:
+        """How many requests are read for which a place is kept."""
+        while self._promised_at and now - self._promised_at[0] > _PROMISE_S:
+            self._promised_at.popleft()
+        return len(self._promised_at)
+
     def enter(self, tenant: str) -> None:
         """A job is submitted."""
+        if self._promised_at:
+            self._promised_at.popleft()
         self.waiting += 1
         self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
 
@@ -57,6 +78,7 @@ class QueueShare:
     def forget(self) -> None:
         """Any number of jobs may wait: there is another scheduler."""
         self._limit.forget()
+        self._promised_at.clear()
 
     def bounded(self, now: float) -> bool:
         """Whether the queue was full, or nearly, in the last seconds; then the number of waiting jobs is bounded."""
@@ -71,19 +93,30 @@ class QueueShare:
         return self._limit.most(now)
 
     def refusal(self, tenant: str, sheddable: bool, now: float) -> WeftError | None:
-        """Why a new job is not submitted; None if it is.
+        """Why the job of a request that was read is not submitted; None if it is.
+
+        A promise holds if the share was lowered since: the scheduler's queue has room beyond all shares.
+        """
+        if sheddable and self.waiting >= self.most(now) * _SHEDDABLE:
+            return exhausted("SHED", "the mesh is busy, and the request is sheddable", self._retry_after_s)
+        return None if self.promised(now) else self._refusal(tenant, 0, now)
+
+    def refusal_unread(self, tenant: str, now: float) -> WeftError | None:
+        """Why a request that arrives is not read; None if there is a place for its job."""
+        return self._refusal(tenant, self.promised(now), now)
+
+    def _refusal(self, tenant: str, promised: int, now: float) -> WeftError | None:
+        """Why one more may not wait beside those that are promised a place, of whatever tenant.
 
         As at the scheduler a tenant may let its equal share wait beyond what all may, up to twice of that: a tenant
         that fills the queue does not lock the others out.
         """
-        most = self.most(now)
-        if sheddable and self.waiting >= most * _SHEDDABLE:
-            return exhausted("SHED", "the mesh is busy, and the request is sheddable", self._retry_after_s)
-        if self.waiting + 1 <= most:
+        most, waiting = self.most(now), self.waiting + promised + 1
+        if waiting <= most:
             return None
         own = self._of_tenant.get(tenant, 0)
         tenants = len(self._of_tenant) + (not own)
-        if self.waiting + 1 <= 2 * most and own < most / tenants:
+        if waiting <= 2 * most and own + promised < most / tenants:
             return None
         return self.full()
 
