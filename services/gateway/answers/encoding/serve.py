@@ -17,6 +17,7 @@ from services.gateway.answers.encoding.compute import Vectors
 from services.gateway.answers.encoding.flights import Flights
 from services.gateway.answers.encoding.job import EncodeRequestParts
 from services.gateway.answers.encoding.record import EncodeRecord
+from services.gateway.answers.encoding.vector_bytes import embedding_of
 from services.gateway.answers.finish import FinishOnce
 from services.gateway.answers.receipt import Phase
 from services.gateway.answers.serve import AnswerService
@@ -50,7 +51,7 @@ class EncodeService:
             normalize = request.normalize if request.HasField("normalize") else encoder.normalizes
             parts = self._parts(record, tenant, served, request, dimensions=cut, normalize=normalize)
             vectors = await self._vectors(record, parts, request, texts, "inputs")
-            return api.EmbedResponse(embeddings=[api.Embedding(values=array("f", each)) for each in vectors])
+            return api.EmbedResponse(embeddings=[embedding_of(each) for each in vectors])
 
         return await self._serve(call, answer)
 

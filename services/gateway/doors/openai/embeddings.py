@@ -1,7 +1,6 @@
 """OpenAI's `/v1/embeddings`, and `/v1/rerank` as Cohere and Jina have it. Knows JSON and HTTP exchanges."""
 
 import base64
-from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from protos import inference_pb2 as api
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
+from services.gateway.answers.encoding.vector_bytes import bytes_of
 from services.gateway.doors.http import Exchange
 from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.openai.answers import receipt_json
@@ -85,7 +85,7 @@ def _values(embedding: api.Embedding, encoding: str) -> object:
     """OpenAI's base64 is of float32, little-endian."""
     if encoding == "float":
         return list(embedding.values)
-    return base64.b64encode(array("f", embedding.values).tobytes()).decode()
+    return base64.b64encode(bytes_of(embedding)).decode()
 
 
 def _call(method: str, exchange: Exchange, request: Request) -> EncodeCall[Request]:
