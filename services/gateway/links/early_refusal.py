@@ -5,7 +5,8 @@ Knows credentials and names of models, no requests. To read, validate and record
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
 as long as some answers are found there, every request is read. Else requests over HTTP are read about as fast as places
 become free: many at once would delay the refusals of those that arrive meanwhile. Over gRPC, where a refusal is a task
-of the event loop as reading is, that gains nothing. A place is kept for each request that is read.
+of the event loop as reading is, that gains nothing. A place in the queue is kept for each request that is read, if its
+tenant has one model.
 """
 
 import random
@@ -110,6 +111,6 @@ class EarlyRefusal:
             errors = [self._scheduler.crowding(model) for model in models]
             if all(errors) and not self._pace.takes(self._scheduler.settled, time.monotonic()):
                 return errors[-1]
-        if len(models) == 1:  # Of several, nobody knows which one an unread request is for.
+        if len(models) == 1:  # The name of the model is in the request, which is not read yet.
             self._scheduler.promise(models[0])
         return None

@@ -7,8 +7,9 @@ then on a gateway submits as many jobs as the scheduler answers, and refuses the
 stays full, and the scheduler has time. The share falls with marks and refusals and grows with time, so that the shares
 of several gateways become equal.
 
-A request waits in this process, too, from when its head has arrived until it is read and submitted. So the share counts
-those that are on their way to it. Else as many were read at once as one place is free for, and all but one refused.
+Time passes between the arrival of a request and the submission of its job. So a request that is read is promised a
+place, and the share counts promises like jobs that wait. Otherwise all requests that arrive meanwhile would be read for
+the same free place, and all but one of them refused. A promise has no name: the next job that is submitted takes it.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ _LEFT = 7 / 8
 _SHEDDABLE = 1 / 4
 """Part of the share that sheddable jobs may take: the scheduler, too, sheds them long before its queue is full."""
 _PROMISE_S = 0.25
-"""How long a place is kept. A request that has not taken it by then was refused or answered otherwise, most likely."""
+"""How long a place is kept. By then most requests have submitted their job, or were refused or answered otherwise."""
 
 
 class QueueShare:
@@ -43,7 +44,7 @@ class QueueShare:
         self._promised_at.append(now)
 
     def promised(self, now: float) -> int:
-        """How many requests are read for which a place is kept."""
+        """How many requests are being read for which a place is kept."""
         while self._promised_at and now - self._promised_at[0] > _PROMISE_S:
             self._promised_at.popleft()
         return len(self._promised_at)
@@ -95,7 +96,7 @@ class QueueShare:
     def refusal(self, tenant: str, sheddable: bool, now: float) -> WeftError | None:
         """Why the job of a request that was read is not submitted; None if it is.
 
-        A promise holds if the share was lowered since: the scheduler's queue has room beyond all shares.
+        A promise is kept if the share was lowered after it: the scheduler's queue has room beyond all shares.
         """
         if sheddable and self.waiting >= self.most(now) * _SHEDDABLE:
             return exhausted("SHED", "the mesh is busy, and the request is sheddable", self._retry_after_s)

@@ -184,30 +184,24 @@ class SchedulerLink:
     def refusal(self, model: str, tenant: str, sheddable: bool = False) -> WeftError | None:
         """Why a new job is refused here: the scheduler is behind, or its queue of this model is full, as far as this
         gateway may fill it. None if it is submitted. `tenant` is the hash of the name."""
-        if self.silent:
-            return None
-        now = time.monotonic()
-        share = self._shares.get(model)
-        full = share.refusal(tenant, sheddable, now) if share is not None else None
-        return full or self._behind(now)
+        return self._refusal(model, lambda share, now: share.refusal(tenant, sheddable, now))
 
     def refusal_unread(self, model: str, tenant: str) -> WeftError | None:
-        """Why a request for this model would be refused if it was read; None if there is a place for its job."""
+        """Why a request for this model is not read: its job would be refused. None if there is a place for the job."""
+        return self._refusal(model, lambda share, now: share.refusal_unread(tenant, now))
+
+    def _refusal(self, model: str, by_share: Callable[[QueueShare, float], WeftError | None]) -> WeftError | None:
         if self.silent:
             return None
-        now = time.monotonic()
-        share = self._shares.get(model)
-        full = share.refusal_unread(tenant, now) if share is not None else None
-        return full or self._behind(now)
+        now, share = time.monotonic(), self._shares.get(model)
+        full = by_share(share, now) if share is not None else None
+        return full or (self._unread.refusal(now) if self._unread is not None else None)
 
     def promise(self, model: str) -> None:
         """A request for this model is read: keeps a place for its job while the number of these is bounded."""
         now, share = time.monotonic(), self._shares.get(model)
         if share is not None and share.bounded(now):
             share.promise(now)
-
-    def _behind(self, now: float) -> WeftError | None:
-        return self._unread.refusal(now) if self._unread is not None else None
 
     def check_room(self, model: str, tenant: str, sheddable: bool) -> None:
         """Raises WeftError if a new job is refused here."""

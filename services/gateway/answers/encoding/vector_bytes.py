@@ -1,6 +1,6 @@
 """Vectors as messages of the public API and as bytes of float32, little-endian. Knows no texts.
 
-The bytes are those that protobuf writes. To convert 1,024 numbers one by one takes 30 times as long as to parse them.
+Protobuf writes numbers as these bytes. Converting 1,024 numbers one by one takes 30 times as long as parsing the bytes.
 """
 
 from array import array
@@ -13,7 +13,7 @@ _FLOAT_BYTES = 4
 
 def embedding_of(vector: bytes) -> api.Embedding:
     """The message of a vector of at least one number."""
-    return api.Embedding.FromString(_before_numbers(len(vector)) + vector)
+    return api.Embedding.FromString(_header(len(vector)) + vector)
 
 
 def bytes_of(embedding: api.Embedding) -> bytes:
@@ -22,6 +22,6 @@ def bytes_of(embedding: api.Embedding) -> bytes:
 
 
 @lru_cache
-def _before_numbers(length: int) -> bytes:
-    """What precedes the numbers of a vector of so many bytes in its serialized message."""
+def _header(length: int) -> bytes:
+    """The tag and the length with which the serialized message of a vector of so many bytes begins."""
     return api.Embedding(values=array("f", bytes(length))).SerializeToString()[:-length]
