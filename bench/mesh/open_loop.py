@@ -2,7 +2,7 @@
 
     python -m bench.mesh.open_loop [--rows grpc@1000 grpc@2500 grpc@x4 http@1000 closed@256 streams@5000] [--seconds 60]
                                    [--model random:llama-3.2-1b --engine gpu] [--cores 16] [--lines] [--out FILE]
-                                   [--clients 4] [--connections 16] [--gateways 0]
+                                   [--clients 4] [--connections 16] [--gateways 0] [--steady]
 
 Starts the mesh as `weft serve` does, with as many gateway processes as the cores allow. A row is a kind of load and
 its size. grpc@1000 and http@1000 are an open loop of 1,000 requests/s from several client processes: a request is sent
@@ -13,18 +13,21 @@ at first. streams@5000 has that many streams at a time, of 12 tokens/s each, on 
 worker runs the paced engine, whose step of the short requests takes 2 ms: with --batch 64 it answers at most 2,000 of
 them in a second, with the default as many as its process can deliver.
 
-With --cores N the mesh runs on N cores and the clients on the others. Each row shows the cores that the
-processes of a service used, and the processor time of it for an answer, so that the process that bounds the rate is
-visible. "good/s" are answers in a second without the first three seconds; "lag" is how much later than due the clients
-sent. A row ends at once, and the run with it, if a process of the mesh ends.
+With --cores N the mesh runs on N cores and the clients on the others, which --steady keeps busy: else a machine whose
+cores slow one another down would be slower at a higher rate because the clients use more of it. Each row shows the
+cores that the processes of a service used, and the processor time of it for an answer, so that the process that bounds
+the rate is visible. "good/s" are answers in a second without the first three seconds; "lag" is how much later than due
+the clients sent. A row ends at once, and the run with it, if a process of the mesh ends.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bench.mesh import processes
+from bench.mesh import busy_cores, processes
 from bench.mesh.usage import Usage
 from report import machine
 from report.console import console
@@ -205,7 +208,7 @@ async def short_rows(names: Sequence[str], arguments: argparse.Namespace, report
     """The rows of short requests, on one mesh."""
     most = dict.fromkeys(("grpc", "http"), 0.0)
     paced = settings(arguments, step_ms=2.0, batch=arguments.batch or 512)
-    async with processes.up(paced, model=arguments.model, cores=arguments.cores) as up:
+    async with processes.up(paced, model=arguments.model, cores=arguments.cores) as up, steady(arguments):
         for name in names:
             kind, _, size = name.partition("@")
             if kind == "closed":
@@ -215,6 +218,13 @@ async def short_rows(names: Sequence[str], arguments: argparse.Namespace, report
             row = await measured(up, f"{name}: {rate:.0f}/s", short(up, kind, rate, arguments))
             most[kind] = max(most[kind], row.values["good_per_s"])
             report(row)
+
+
+@contextlib.asynccontextmanager
+async def steady(arguments: argparse.Namespace) -> AsyncIterator[None]:
+    """Keeps the cores of the clients, which are this process's, busy within the block, if that is asked for."""
+    with busy_cores.busy(os.sched_getaffinity(0)) if arguments.steady else contextlib.nullcontext():
+        yield
 
 
 async def stream_rows(name: str, arguments: argparse.Namespace, report: Report) -> None:
@@ -277,6 +287,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows", type=row_name, nargs="+", default=DEFAULT_ROWS, help=" ".join(DEFAULT_ROWS))
     parser.add_argument("--seconds", type=float, default=60, help="seconds of each load (default 60)")
     parser.add_argument("--cores", type=int, default=0, help="cores of the mesh alone (default: all, shared)")
+    parser.add_argument("--steady", action="store_true", help="keep the clients' cores busy in every row")
     parser.add_argument("--gateways", type=int, default=0, help="gateway processes (default: as the cores allow)")
     parser.add_argument("--clients", type=int, default=0, help="client processes (default: a quarter of the cores)")
     parser.add_argument("--connections", type=int, default=16, help="connections of each client (default 16)")
@@ -288,6 +299,8 @@ def parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     if name := unfounded(arguments.rows):
         parser.error(f"{name} needs a row {name.partition('@')[0]}@RATE before it")
+    if arguments.steady and not arguments.cores:
+        parser.error("--steady needs --cores: else the clients have no cores of their own")
     arguments.clients = arguments.clients or max(1, available_cores() // 4)
     return arguments
 

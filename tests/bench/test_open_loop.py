@@ -4,11 +4,12 @@ import argparse
 import asyncio
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from bench.mesh import cores, open_loop
+from bench.mesh import busy_cores, cores, open_loop
 from protos import inference_pb2 as api
 from weft.load.http_calls import HttpCalls, HttpError
 from weft.load.tally import Tally
@@ -46,6 +47,16 @@ def test_answers_of_the_first_seconds_and_after_the_load_do_not_count() -> None:
         tally.count(second + 0.5, "answered", 10 * second)
     assert open_loop.good_per_s(tally, 6.0) == pytest.approx((30 + 40 + 50) / 3)
     assert open_loop.good_per_s(tally, 2.0) == 0
+
+
+def test_a_busy_core_computes_at_the_lowest_priority_until_the_end() -> None:
+    core = min(os.sched_getaffinity(0))
+    with busy_cores.busy([core]) as (process,):
+        while os.sched_getscheduler(process.pid) != os.SCHED_IDLE:
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert os.sched_getaffinity(process.pid) == {core}
+    assert process.poll() is not None
 
 
 def test_threads_of_a_physical_core_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
