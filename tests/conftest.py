@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.security import identity
-from tests.exports import exported_gpt2, plain_gpt2
+from tests.exports import exported_bert, exported_gpt2, plain_gpt2
 
-__all__ = ["exported_gpt2", "plain_gpt2"]
+__all__ = ["exported_bert", "exported_gpt2", "plain_gpt2"]
 
 LONGEST = (
     "tests/kernels/test_kernels.py",

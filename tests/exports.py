@@ -1,4 +1,4 @@
-"""A tiny GPT-2 that `weft export` has written for other runtimes. Knows one model, no engine."""
+"""A tiny GPT-2 and a tiny BERT that `weft export` has written for other runtimes. Knows models, no engine."""
 
 import fcntl
 import os
@@ -40,6 +40,20 @@ def exported_gpt2(plain_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) ->
         assert made.returncode == 0, made.stderr
 
     return _made_once("gpt2-exported", make, tmp_path_factory)
+
+
+@pytest.fixture
+def exported_bert(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a folder with an encoder's weights and with what `weft export` wrote of them."""
+
+    def make(folder: Path) -> None:
+        from tests.encoders import make_encoder  # Imports torch, which few tests need.
+
+        made = weft_export("onnx", make_encoder(folder / "weights"), folder / "exported")
+        assert made.returncode == 0, made.stderr
+        shutil.copyfile(folder / "weights" / "model.safetensors", folder / "exported" / "model.safetensors")
+
+    return copy_of(_made_once("bert-exported", make, tmp_path_factory) / "exported", tmp_path / "tiny-bert")
 
 
 def _made_once(name: str, make: Callable[[Path], None], factory: pytest.TempPathFactory) -> Path:

@@ -1,4 +1,4 @@
-"""`python -m services.worker.export FORMAT MODEL OUT`: writes a model's decoder for another runtime, and ends. Knows no
+"""`python -m services.worker.export FORMAT MODEL OUT`: writes a model's network for another runtime, and ends. Knows no
 mesh."""
 
 import sys

@@ -23,7 +23,7 @@ def export(
     model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or name on the hub.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Folder to write, which must be empty or absent.", show_default=False)],
 ) -> None:
-    """Write a model's decoder for another runtime; `weft serve --engine` computes it."""
+    """Write a model's decoder or encoder for another runtime; `weft serve --engine` computes it."""
     # `-m` alone would import from the current folder, whatever lies there.
     path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     command = [sys.executable, *path, "-m", "services.worker.export", form, _model_path(model, "MODEL"), str(out)]

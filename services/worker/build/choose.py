@@ -56,7 +56,8 @@ class BuiltEngine:
 
 def resolve_engine(settings: Options, folder: Path | None = None, *, encodes: bool = False) -> Options:
     """The settings with the engine chosen, and with its defaults for what is not set. folder: the checkpoint, for a
-    choice that depends on it. encodes: it is of an encoder. Raises CheckpointError."""
+    choice that depends on it. encodes: it is of an encoder, which leaves `auto` as it is where there is no GPU. Raises
+    CheckpointError."""
     engine, chosen = settings.engine, dict[str, object]()
     defaults = _GPU_ENCODER_DEFAULTS if encodes else _GPU_DEFAULTS
     if engine in ("auto", "gpu"):
@@ -67,10 +68,10 @@ def resolve_engine(settings: Options, folder: Path | None = None, *, encodes: bo
             chosen |= {"engine": "gpu", "dtype": defaults["dtype"] if settings.dtype == "auto" else settings.dtype}
         elif engine == "gpu":
             raise CheckpointError("ENGINE=gpu needs a GPU that torch can use")
-        else:
-            multiplies = folder is not None and not encodes and _openvino_is_faster(folder, settings)
+        elif not encodes:  # What computes an encoder is measured when it is loaded.
+            multiplies = folder is not None and _openvino_is_faster(folder, settings)
             chosen = {"engine": "openvino" if multiplies else "torch"}
-            if not multiplies and not encodes:
+            if not multiplies:
                 chosen["exact_inputs"] = False  # It was a reason to choose torch, which rounds no inputs.
     settings = settings.model_copy(update=chosen)
     # Each sequence of the batch has at least one token in a step.

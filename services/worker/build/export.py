@@ -1,11 +1,9 @@
-"""Writes a checkpoint's decoder, with past, as a file that other runtimes compute. Knows exporters, no jobs."""
+"""Writes a checkpoint's decoder, with past, or its encoder as a file that other runtimes compute. Knows exporters, no
+jobs."""
 
 import json
-import logging
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,23 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
 
 from services.worker.build.assemble import open_source
+from services.worker.build.encoders import export as encoders
+from services.worker.build.encoders.source import read_source
 from services.worker.errors import CheckpointError
+from services.worker.loader.sentence_folder import is_encoder
 from services.worker.models.config import ModelConfig
 from services.worker.options import EngineOptions, Progress
 from services.worker.runners.runtime.network import DenseOps, PastDecoder
+from services.worker.runners.runtime.quiet import quiet
 from services.worker.runners.runtime.session import Signature
+from services.worker.runners.runtime.text_session import signature_of
 
 _OPSET = 20
 _PLAIN = EngineOptions(engine="torch")
-_KEPT = ("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+_KEPT = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "?_Pooling/config.json",
+)  # fmt: skip
 """Files of the checkpoint that are copied as they are."""
 
 
@@ -33,16 +39,28 @@ def export(model_dir: Path, out: Path, form: str, progress: Progress) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not an empty folder")
-    network, config = load_network(model_dir, progress)
-    progress("export", 0, 1)
-    program = trace(network, config)
+    program, inputs, outputs = _trace_folder(model_dir, progress)
     out.mkdir(parents=True, exist_ok=True)
     if form == "onnx":
-        _write_onnx(program, config, out)
+        _write_onnx(program, inputs, outputs, out)
     else:
         torch.export.save(program, out / "model.pt2")
     _copy_settings(model_dir, out)
     progress("export", 1, 1)
+
+
+def _trace_folder(model_dir: Path, progress: Progress) -> tuple[ExportedProgram, Sequence[str], Sequence[str]]:
+    """The graph of a folder's model, and the names of its inputs and outputs. Raises CheckpointError."""
+    if is_encoder(model_dir):
+        source = read_source(model_dir)
+        network, _ = encoders.load_network(source, progress)
+        progress("export", 0, 1)
+        texts = signature_of(source.config)
+        return encoders.trace(network), texts.inputs, [texts.output]
+    decoder, config = load_network(model_dir, progress)
+    progress("export", 0, 1)
+    signature = Signature(config.layers, True)
+    return trace(decoder, config), signature.inputs, signature.outputs
 
 
 def load_network(
@@ -75,24 +93,23 @@ def trace(network: PastDecoder, config: ModelConfig) -> ExportedProgram:
     oblivious = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     shapes = (pairs, masks, pairs, {0: wanted}, pasts)
     try:
-        with _quiet(), torch.no_grad(), oblivious:
+        with quiet(), torch.no_grad(), oblivious:
             return torch.export.export(network, example, dynamic_shapes=shapes)
     except Exception as error:  # Torch raises many kinds, all of them over what the network computes.
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{config.architecture} cannot be exported: {reason}") from None
 
 
-def _write_onnx(program: ExportedProgram, config: ModelConfig, out: Path) -> None:
+def _write_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], out: Path) -> None:
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise CheckpointError(f"{error.name} is not installed: pip install 'weft[onnxruntime]'") from None
-    signature = Signature(config.layers, True)
-    with _quiet():
+    with quiet():
         made = torch.onnx.export(
             program,
-            input_names=signature.inputs,
-            output_names=signature.outputs,
+            input_names=inputs,
+            output_names=outputs,
             opset_version=_OPSET,
             dynamo=True,
             verbose=False,
@@ -106,18 +123,6 @@ def _copy_settings(model_dir: Path, out: Path) -> None:
     config.pop("quantization_config", None)  # The weights are plain now.
     (out / "config.json").write_text(json.dumps(config, indent=2))
     for name in _KEPT:
-        if (model_dir / name).is_file():
-            shutil.copyfile(model_dir / name, out / name)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporters' warnings of what does not concern a decoder (torchvision that is not installed, ...)."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+        for file in model_dir.glob(name):
+            (out / file.relative_to(model_dir)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, out / file.relative_to(model_dir))

@@ -121,7 +121,7 @@ def _load_encoder(folder: Path, settings: WorkerSettings, name: str, progress: P
     """The same for an encoder. Raises CheckpointError."""
     from services.worker.build.encoders.assemble import build_encoder
 
-    with checkpoint.start_hashing(folder) as digests:
+    with checkpoint.start_hashing(folder, settings.engine) as digests:
         bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
         built = build_encoder(folder, settings, progress)
         parts = (*settings.numerics.fingerprint_parts(), repr(built.settings), str(built.most_length))
@@ -138,7 +138,7 @@ def _load_encoder(folder: Path, settings: WorkerSettings, name: str, progress: P
         parameters=built.parameters,
         block_size=settings.block_size,
         bundle_digest=digest,
-        engine=settings.engine,
+        engine=built.computed_by,
         encoder=_encoder_card(built),
     )
     credits = _QUEUED_BATCHES * settings.max_batch_size

@@ -43,6 +43,7 @@ _RUNTIME: Mapping[str, str] = {
     **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "expert_parallel"), "it computes on one rank"),
     **_PACE,
 }
+_RUNTIME_ENCODER: Mapping[str, str] = {name: _RUNTIME[name] for name in ("quantize", "dtype")}
 _HONOURED: Mapping[str, tuple[str, ...]] = {
     "compile": ("dtype",),
     "openvino": ("quantize", "quantize_head", "exact_inputs"),
@@ -53,6 +54,11 @@ _HONOURED: Mapping[str, tuple[str, ...]] = {
 def of_encoder(options: EngineOptions) -> str:
     """The option that an encoder cannot honour, and why; empty if there is none."""
     return _first(options, _ENCODER)
+
+
+def of_runtime_encoder(options: EngineOptions) -> str:
+    """The option that an encoder can honour but in another runtime, and why; empty if there is none."""
+    return _first(options, _RUNTIME_ENCODER)
 
 
 def of_torch(options: EngineOptions) -> str:

@@ -1,4 +1,4 @@
-"""Finds the file of an exported decoder in a folder. Knows names of files, never what is in them. Imports no torch."""
+"""Finds the file of an exported model in a folder. Knows names of files, never what is in them. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,5 +33,5 @@ def find_export(folder: Path, engine: str) -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file of an exported decoder and those beside it that hold its weights: what is loaded."""
+    """The file of an exported model and those beside it that hold its weights: what is loaded."""
     return sorted(each for each in path.parent.glob(f"{path.stem}.*") if each.suffix != ".json" and each.is_file())

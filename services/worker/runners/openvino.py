@@ -1,4 +1,4 @@
-"""A decoder in OpenVINO on the CPU, from an ONNX file or from a traced program. Knows one request, no slots.
+"""A decoder or an encoder in OpenVINO on the CPU, from an ONNX file or a traced program. Knows one request, no slots.
 
 This file alone imports openvino.
 """
@@ -15,10 +15,12 @@ from torch.export import ExportedProgram
 from kernels.quantized_weights import QuantizedWeight
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig
+from services.worker.models.encoders.config import EncoderConfig
 from services.worker.runners.openvino_products import Products
 from services.worker.runners.runtime.past import PastShape
 from services.worker.runners.runtime.products import PRODUCT
 from services.worker.runners.runtime.session import Call, Computed, Dimension, Signature, read_signature
+from services.worker.runners.runtime.text_session import TextCall, read_text_signature, signature_of
 
 _GROUP = 64
 """Inputs that the plugin rounds together, of products with rounded weights. With 32 a product takes a third longer."""
@@ -45,11 +47,9 @@ class OpenvinoSession:
 
         name = source.rpartition("/")[2] if isinstance(source, str) else "the checkpoint"
         core = openvino.Core()
-        settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        settings = _settings(threads)
         if isinstance(source, Traced):
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0 if source.exact_inputs else _GROUP
-        if threads is not None:
-            settings["INFERENCE_NUM_THREADS"] = threads
         try:
             model = core.read_model(source) if isinstance(source, str) else _convert(openvino, source, config)
             compiled = core.compile_model(model, "CPU", settings)
@@ -81,6 +81,34 @@ class OpenvinoSession:
         # The next call overwrites the request's own outputs.
         found = [np.array(self._request.get_output_tensor(place).data) for place in self._outputs]
         return self.signature.computed(call, [torch.from_numpy(array) for array in found])
+
+
+class OpenvinoTexts:
+    """A `TextSession` of a compiled model, in float32."""
+
+    def __init__(self, source: str | ExportedProgram, config: EncoderConfig, threads: int | None) -> None:
+        """source: the path of an ONNX file, or a traced `TextNetwork`. threads: of the CPU; None: the runtime's choice.
+        Raises CheckpointError, and ImportError."""
+        import openvino
+
+        name = source.rpartition("/")[2] if isinstance(source, str) else "the checkpoint"
+        core = openvino.Core()
+        try:
+            model = core.read_model(source) if isinstance(source, str) else _convert_texts(openvino, source, config)
+            compiled = core.compile_model(model, "CPU", _settings(threads))
+            self._request = compiled.create_infer_request()
+        except Exception as error:  # The runtime raises many kinds, all of them over the file.
+            raise CheckpointError(f"{name} cannot be loaded by openvino: {error}") from None
+        inputs = {port.any_name: _dimensions(port.partial_shape) for port in model.inputs}
+        outputs = {each: _dimensions(port.partial_shape) for port in model.outputs for each in port.names}
+        self.signature = read_text_signature(name, inputs, outputs, config)
+
+    def compute(self, call: TextCall) -> torch.Tensor:
+        """Hidden states or scores."""
+        arrays = [tensor.numpy() for tensor in self.signature.arguments(call)]
+        self._request.infer(dict(zip(self.signature.inputs, arrays, strict=True)), share_inputs=True)
+        # The next call overwrites the request's own outputs.
+        return torch.from_numpy(np.array(self._request.get_tensor(self.signature.output).data))
 
 
 class _Input:
@@ -143,6 +171,24 @@ def _convert(openvino: Any, source: Traced, config: ModelConfig) -> Any:
         for port, name in zip(ports, names, strict=True):
             port.tensor.set_names({name})
     return model
+
+
+def _convert_texts(openvino: Any, program: ExportedProgram, config: EncoderConfig) -> Any:
+    """The model of a traced encoder, with the names of `weft export`."""
+    signature = signature_of(config)
+    with warnings.catch_warnings():  # Of torch's, which the converter sets off.
+        warnings.simplefilter("ignore")
+        model = openvino.convert_model(program)
+    for port, name in zip(model.inputs, signature.inputs, strict=True):
+        port.tensor.set_names({name})
+    model.outputs[0].tensor.set_names({signature.output})
+    return model
+
+
+def _settings(threads: int | None) -> dict[str, Any]:
+    """What a model is compiled with."""
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    return settings if threads is None else settings | {"INFERENCE_NUM_THREADS": threads}
 
 
 def _dimensions(shape: Any) -> list[Dimension]:

@@ -1,38 +1,29 @@
 """Builds the engine of an encoder: reads its folder, loads its weights, warms it up. Knows no jobs and no mesh."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from services.host import available_cores, available_memory
-from services.worker.build import memory, refused
+from services.host import available_cores
+from services.worker.build import refused
+from services.worker.build.encoders.source import EncoderSource, read_source
 from services.worker.build.torch_recorder import TorchRecorder
 from services.worker.engine.base import CLASSIFY, EMBED, RANK
 from services.worker.engine.encoding import EncodingEngine
 from services.worker.engine.finish_vectors import ScoreKind
 from services.worker.errors import CheckpointError
-from services.worker.loader import presets
-from services.worker.loader.files import _read_json
-from services.worker.loader.formats.registry import RoundedWeights, WeightReader, reader_of
-from services.worker.loader.plain import load_weights, pack_weights, randomize
-from services.worker.loader.quantized import load_quantized, randomize_quantized
-from services.worker.loader.sentence_folder import SentenceSettings, read_sentence_settings
-from services.worker.loader.tensors import Checkpoint, open_checkpoint
+from services.worker.loader.sentence_folder import SentenceSettings
 from services.worker.models.encoders.config import EncoderConfig, HeadConfig
-from services.worker.models.encoders.encoder import Encoder
-from services.worker.models.encoders.family import EncoderFamily
-from services.worker.models.encoders.registry import ENCODERS, encoder_family
 from services.worker.models.raw_config import RawConfig
-from services.worker.options import EngineOptions, Progress
+from services.worker.options import RUNTIMES, EngineOptions, Progress
 from services.worker.planner.dynamic_batch import DynamicBatch
 from services.worker.runners.base import EncoderRunner
+from services.worker.runners.lone_texts import LoneTextRunner
 
-log = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NO_ENCODERS = ("tensorrt", "compile", "paced")
+"""Engines that compute decoders alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +38,8 @@ class BuiltEncoder:
     most_length: int
     """Most tokens of a text."""
     parameters: int
+    computed_by: str
+    """The engines that compute."""
 
 
 def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> BuiltEncoder:
@@ -55,28 +48,24 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     if threads := options.threads or (0 if options.on_gpu else _default_threads()):
         torch.set_num_threads(threads)
     progress("checkpoint", 0, 1)
-    raw = _read_raw(folder)
-    family = encoder_family(raw.architecture)
-    if family is None:
-        supported = ", ".join(name for each in ENCODERS for name in each.architectures)
-        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
-    config, settings = family.read_config(raw), read_sentence_settings(folder)
-    length = _most_length(config, settings, options)
-    reader = reader_of(raw.section("quantization_config").values or None, options.quantize)
-    checkpoint = _open(folder, family, config.head is not None)
+    source = read_source(folder)
+    config, length = source.config, _most_length(source.config, source.settings, options)
     progress("checkpoint", 1, 1)
-    if checkpoint is not None:
-        memory.check_weights(_expected_bytes(checkpoint, options), _free_bytes(options), options)
-    model = _new_model(config, family, settings, reader is not None, options)
-    _load(model, checkpoint, reader, progress)
-    runner = _new_runner(model, max(options.step_tokens, length), options, progress)
+    runner, parameters = _make_runner(source, max(options.step_tokens, length), options, progress)
     batch = DynamicBatch(runner.most_tokens, options.max_batch_size, options.max_wait_ms / 1e3)
     engine = EncodingEngine(runner, _tasks(config.head), length, batch, _score_kind(config.head), TorchRecorder)
     progress("warm-up", 0, 1)
     engine.warm_up()
     progress("warm-up", 1, 1)
-    parameters = checkpoint.parameters if checkpoint is not None else 0
-    return BuiltEncoder(engine, config, settings, _read_dimensions(raw, config), length, parameters)
+    dimensions = _read_dimensions(source.raw, config)
+    return BuiltEncoder(engine, config, source.settings, dimensions, length, parameters, _names(runner, options))
+
+
+def _names(runner: EncoderRunner[Any], options: EngineOptions) -> str:
+    """The engines of a runner, as `weft models` shows them."""
+    if isinstance(runner, LoneTextRunner):
+        return "torch+onnxruntime"
+    return "torch" if options.engine == "auto" else options.engine
 
 
 def _default_threads() -> int:
@@ -86,45 +75,37 @@ def _default_threads() -> int:
 
 def _check_options(options: EngineOptions) -> None:
     """Raises CheckpointError for what an encoder does not support."""
-    if options.engine not in ("auto", "torch", "gpu"):
+    if options.engine in _NO_ENCODERS:
         raise CheckpointError(f"ENGINE={options.engine} does not serve encoders: set ENGINE=torch or ENGINE=gpu")
     refused.check("an encoder", refused.of_encoder(options))
+    if options.engine in RUNTIMES:
+        refused.check(f"ENGINE={options.engine}", refused.of_runtime_encoder(options))
 
 
-def _new_model(
-    config: EncoderConfig, family: EncoderFamily, settings: SentenceSettings, quantized: bool, options: EngineOptions
-) -> Encoder:
-    """The network without its weights. Only what the device needs is imported."""
-    dtype = _DTYPES[options.numerics.dtype]
+def _make_runner(
+    source: EncoderSource, most_tokens: int, options: EngineOptions, progress: Progress
+) -> tuple[EncoderRunner[Any], int]:
+    """The runner, and the numbers in the checkpoint. Only what the engine needs is imported."""
+    if options.engine in RUNTIMES:
+        from services.worker.build.encoders.runtimes import make_runtime_runner
+
+        return make_runtime_runner(source, most_tokens, options, progress)
     if options.on_gpu:
         from services.worker.runners.cuda.encoders.ops import TritonEncoderOps
+        from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner
         from services.worker.runners.cuda.ops import exact_products
 
         exact_products()
-        return Encoder(config, family, TritonEncoderOps(), dtype, settings.pooling, "cuda", meta_linears=quantized)
-    from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
-
-    return Encoder(config, family, CpuEncoderOps(), dtype, settings.pooling, meta_linears=quantized)
-
-
-def _new_runner(model: Encoder, most_tokens: int, options: EngineOptions, progress: Progress) -> EncoderRunner[Any]:
-    if options.on_gpu:
-        from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner
-
+        model, parameters = source.load(TritonEncoderOps(), options, progress)
         runner = GpuEncoderRunner(model, most_tokens, options.max_batch_size)
         runner.warm_up(lambda done, total: progress("graphs", done, total))
-        return runner
+        return runner, parameters
+    from services.worker.build.encoders.lone_texts import with_lone_texts
+    from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
     from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
 
-    return CpuEncoderRunner(model, most_tokens)
-
-
-def _free_bytes(options: EngineOptions) -> int:
-    return int(torch.cuda.mem_get_info()[0]) if options.on_gpu else available_memory()
-
-
-def _read_raw(folder: Path) -> RawConfig:
-    return RawConfig(_read_json(folder / "config.json"))
+    model, parameters = source.load(CpuEncoderOps(), options, progress)
+    return with_lone_texts(CpuEncoderRunner(model, most_tokens), source, options), parameters
 
 
 def _most_length(config: EncoderConfig, settings: SentenceSettings, options: EngineOptions) -> int:
@@ -159,27 +140,3 @@ def _score_kind(head: HeadConfig | None) -> ScoreKind | None:
     if head is None:
         return None
     return "sigmoid" if head.multi_label or len(head.labels) == 1 else "softmax"
-
-
-def _open(folder: Path, family: EncoderFamily, scores: bool) -> Checkpoint | None:
-    """None: the weights are random."""
-    if presets.is_random(folder):
-        return None
-    return open_checkpoint(folder).renamed(family.tensor_name if scores else family.tensor_name_without_head)
-
-
-def _expected_bytes(checkpoint: Checkpoint, options: EngineOptions) -> int:
-    """About the bytes that the weights take, without what rounding saves."""
-    return checkpoint.parameters * _DTYPES[options.numerics.dtype].itemsize
-
-
-def _load(model: Encoder, checkpoint: Checkpoint | None, reader: WeightReader | None, progress: Progress) -> None:
-    if checkpoint is not None and reader is not None:
-        load_quantized(model, checkpoint, reader, progress)
-    elif checkpoint is not None:
-        load_weights(model, checkpoint, progress)
-    elif isinstance(reader, RoundedWeights):
-        randomize_quantized(model, reader, progress)
-    else:
-        randomize(model, progress)
-    pack_weights(model)

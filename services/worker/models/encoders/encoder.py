@@ -98,12 +98,20 @@ class Encoder:
 
     def forward(self, texts: PackedTexts) -> Tensor:
         """One vector for each text [B, width] in float32: pooled, or the scores of the head's labels."""
+        x = self.hidden(texts)
+        return self.ops.pool(x, texts.starts, self.pooling) if self.head is None else self.score(x, texts.starts)
+
+    def hidden(self, texts: PackedTexts) -> Tensor:
+        """What the last layer returns, [T, hidden]."""
         x = self.embed(texts)
         for layer in self.layers:
             x = layer(x, texts)
-        if self.head is None:
-            return self.ops.pool(x, texts.starts, self.pooling)
-        return self.head(self.ops.pool(x, texts.starts, Pooling.CLS).to(x.dtype))
+        return x
+
+    def score(self, x: Tensor, starts: Tensor) -> Tensor:
+        """The scores of the head's labels [B, labels] in float32 by what the last layer returned. There is a head."""
+        assert self.head is not None, "no head"
+        return self.head(self.ops.pool(x, starts, Pooling.CLS).to(x.dtype))
 
     def embed(self, texts: PackedTexts) -> Tensor:
         """What the first layer reads, [T, hidden]."""

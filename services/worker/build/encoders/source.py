@@ -1,0 +1,88 @@
+"""Reads the folder of an encoder, and loads its weights into a network. Knows files and memory, no engine, no job."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.host import available_memory
+from services.worker.build import memory
+from services.worker.errors import CheckpointError
+from services.worker.loader import presets
+from services.worker.loader.files import _read_json
+from services.worker.loader.formats.registry import RoundedWeights, WeightReader, reader_of
+from services.worker.loader.plain import load_weights, pack_weights, randomize
+from services.worker.loader.quantized import load_quantized, randomize_quantized
+from services.worker.loader.sentence_folder import SentenceSettings, read_sentence_settings
+from services.worker.loader.tensors import Checkpoint, open_checkpoint
+from services.worker.models.encoders.config import EncoderConfig
+from services.worker.models.encoders.encoder import Encoder
+from services.worker.models.encoders.family import EncoderFamily
+from services.worker.models.encoders.ops import EncoderOps
+from services.worker.models.encoders.registry import ENCODERS, encoder_family
+from services.worker.models.raw_config import RawConfig
+from services.worker.options import EngineOptions, Progress
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSource:
+    """The folder of an encoder: all that it states but its weights."""
+
+    folder: Path
+    raw: RawConfig
+    family: EncoderFamily
+    config: EncoderConfig
+    settings: SentenceSettings
+
+    def load(self, ops: EncoderOps, options: EngineOptions, progress: Progress) -> tuple[Encoder, int]:
+        """The network with its weights on the options' device, and the numbers in the checkpoint, 0 if they are random.
+        Raises CheckpointError."""
+        reader = reader_of(self.raw.section("quantization_config").values or None, options.quantize)
+        checkpoint = self._open()
+        if checkpoint is not None:
+            memory.check_weights(_expected_bytes(checkpoint, options), _free_bytes(options), options)
+        dtype, device = _DTYPES[options.numerics.dtype], "cuda" if options.on_gpu else "cpu"
+        pooling, meta = self.settings.pooling, reader is not None
+        model = Encoder(self.config, self.family, ops, dtype, pooling, device, meta_linears=meta)
+        _load(model, checkpoint, reader, progress)
+        return model, checkpoint.parameters if checkpoint is not None else 0
+
+    def _open(self) -> Checkpoint | None:
+        """None: the weights are random."""
+        if presets.is_random(self.folder):
+            return None
+        scores, family = self.config.head is not None, self.family
+        return open_checkpoint(self.folder).renamed(family.tensor_name if scores else family.tensor_name_without_head)
+
+
+def read_source(folder: Path) -> EncoderSource:
+    """Read the JSON files of a folder. Raises CheckpointError."""
+    raw = RawConfig(_read_json(folder / "config.json"))
+    family = encoder_family(raw.architecture)
+    if family is None:
+        supported = ", ".join(name for each in ENCODERS for name in each.architectures)
+        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
+    return EncoderSource(folder, raw, family, family.read_config(raw), read_sentence_settings(folder))
+
+
+def _free_bytes(options: EngineOptions) -> int:
+    return int(torch.cuda.mem_get_info()[0]) if options.on_gpu else available_memory()
+
+
+def _expected_bytes(checkpoint: Checkpoint, options: EngineOptions) -> int:
+    """About the bytes that the weights take, without what rounding saves."""
+    return checkpoint.parameters * _DTYPES[options.numerics.dtype].itemsize
+
+
+def _load(model: Encoder, checkpoint: Checkpoint | None, reader: WeightReader | None, progress: Progress) -> None:
+    if checkpoint is not None and reader is not None:
+        load_quantized(model, checkpoint, reader, progress)
+    elif checkpoint is not None:
+        load_weights(model, checkpoint, progress)
+    elif isinstance(reader, RoundedWeights):
+        randomize_quantized(model, reader, progress)
+    else:
+        randomize(model, progress)
+    pack_weights(model)
