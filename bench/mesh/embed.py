@@ -2,11 +2,13 @@
 
     python -m bench.mesh.embed [queries] [--json FILE]
 
-Everything runs on this machine, in rounds that alternate; the best of five counts. Texts are tokens of the lengths of
-search queries: a median of 8, a few up to 40. The engines have two threads each and are called in this process: with
-one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's whole mesh with
-its default threads, and ONNX Runtime with two in one process behind a plain gRPC server (`onnx_server.py`); both get
-the same calls from 1 and from 32 clients. At the end the mesh gets texts whose vectors it has.
+Everything runs on this machine, in rounds that alternate; the best of five counts. Weft has the checkpoint and what
+`weft export onnx` writes of it, so that it may let ONNX Runtime compute texts that come alone. Texts are tokens of the
+lengths of search queries: a median of 8, a few up to 40. The engines have two threads each and are called in this
+process: with one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's
+whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
+(`onnx_server.py`); both get the same calls from 1 and from 32 clients. At the end the mesh gets texts whose vectors it
+has.
 """
 
 import asyncio
@@ -36,6 +38,7 @@ from protos import inference_pb2_grpc as stubs
 from services.process import keep_pauses_short
 from services.worker.build.choose import resolve_engine
 from services.worker.build.encoders.assemble import build_encoder
+from services.worker.build.export import export as write_export
 from services.worker.options import EngineOptions
 from services.worker.runners.base import TextTokens
 from weft.launch import demo_model
@@ -99,8 +102,8 @@ def export(model: Any, file: Path) -> None:
 
 
 def weft_engine(folder: Path) -> Callable[[Texts], Any]:
-    """Token ids of texts -> their vectors, by Weft's engine in this process."""
-    options = EngineOptions.model_validate({"engine": "torch", "threads": THREADS})
+    """Token ids of texts -> their vectors, by Weft's engine in this process, which `auto` chooses."""
+    options = EngineOptions.model_validate({"threads": THREADS})
     runner: Any = build_encoder(folder, resolve_engine(options, encodes=True), lambda *_: None).engine.runner
 
     def encode(texts: Texts) -> Any:
@@ -164,6 +167,7 @@ async def measure_queries() -> list[Figure]:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-embed-")))
         folder, file = home / "minilm", home / "model.onnx"
         export(make_model(folder), file)
+        write_export(folder, folder / "onnx", "onnx", lambda *_: None)
         engines = {"Weft": weft_engine(folder), "ONNX Runtime": encoder(str(file), THREADS)}
         mesh = await stack.enter_async_context(up({}, model=str(folder)))
         addresses = {"Weft": mesh.gateways[0], "ONNX Runtime": await stack.enter_async_context(onnx_server(file))}
