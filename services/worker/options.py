@@ -34,8 +34,8 @@ class EngineOptions(BaseModel):
             "auto",
             validation_alias=known_as("ENGINE"),
             description="What computes. auto: the GPU if there is one; else openvino for weights rounded to int8 or "
-            "int4, where it is installed and can do all that is asked; else torch, and onnxruntime for lone texts of an "
-            "encoder with an export beside its weights, where it is faster. onnxruntime, openvino, tensorrt and "
+            "int4, where it is installed and can do all that is asked; else torch, and onnxruntime for lone texts of "
+            "an encoder with an export beside its weights, where it is faster. onnxruntime, openvino, tensorrt and "
             "exported compute what `weft export` wrote, openvino and compile a checkpoint, too (docs/engines.md). "
             "paced only pretends, at a set pace.",
         )
