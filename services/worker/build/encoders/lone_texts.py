@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.host import available_memory
+from services.host import available_cores, available_memory
 from services.worker.build.encoders.source import EncoderSource
 from services.worker.build.runtimes import find_version
 from services.worker.loader.exports import files_of, find_export, has_export
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 RUNTIME = "onnxruntime"
 _LENGTH, _ROUNDS, _CALLS = 16, 3, 8
 """Tokens of the texts by which the runners are compared, and how often."""
+_MOST_THREADS = 4
+"""For a text. Its threads take parts of a product as they come, and none waits for one without a core: so it has all
+cores of a small machine, where torch leaves one to the messages."""
 _FASTER = 1.05
 """How many times faster a second runner, which takes memory, has to be."""
 _COSINE = 0.99999
@@ -42,7 +45,8 @@ def with_lone_texts(
         return runner
     from services.worker.build.encoders.runtimes import make_runtime_runner
 
-    chosen = options.model_copy(update={"engine": RUNTIME})
+    threads = options.threads or min(available_cores(), _MOST_THREADS)
+    chosen = options.model_copy(update={"engine": RUNTIME, "threads": threads})
     try:
         alone, _ = make_runtime_runner(source, runner.most_tokens, chosen, lambda *_: None)
         vectors = [each.collect(each.launch(_probe(source))) for each in (alone, runner)]

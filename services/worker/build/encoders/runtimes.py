@@ -2,6 +2,7 @@
 
 import torch
 
+from services.host import available_cores
 from services.worker.build.encoders.export import load_network, trace
 from services.worker.build.encoders.source import EncoderSource
 from services.worker.errors import CheckpointError
@@ -43,6 +44,6 @@ def _load(source: EncoderSource, options: EngineOptions, progress: Progress) -> 
     elif options.engine == "openvino":
         session = OpenvinoTexts(str(file), source.config, threads)
     else:
-        session = OnnxTexts(str(file), source.config, threads)
+        session = OnnxTexts(str(file), source.config, options.threads or available_cores())
     progress("weights", 1, 1)
     return session, sum(each.stat().st_size for each in files_of(file)) // _FLOAT_BYTES
