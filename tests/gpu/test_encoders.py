@@ -29,12 +29,14 @@ from tests.kernels.cases import DTYPES, close, rand
 from tests.kernels.texts import (
     check_add_layer_norm,
     check_batches,
+    check_decoder_texts,
     check_embedded_texts,
     check_packed_attention,
     check_pooled_texts,
     check_resident_norm,
     check_resident_product,
 )
+from tests.tiny_config import gpt2_settings
 from tests.worker.test_encoders import ENCODED, POOLINGS, TOKENIZER, Floats, build, cosines, vectors
 from verify.cli import app
 
@@ -98,6 +100,12 @@ def test_gelu_of_a_product_in_its_epilogue(dtype: torch.dtype) -> None:
 def test_batches_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     check_batches(dtype)
     check_batches(dtype, heads=2, hidden=256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model", [{}, {"windows": (24, None), "qk_norm": True}, gpt2_settings(128)])
+def test_texts_in_a_decoder_are_those_of_the_cpu(dtype: torch.dtype, model: dict[str, Any]) -> None:
+    check_decoder_texts(dtype, **model)
 
 
 # ---- vectors of every family ----

@@ -5,6 +5,7 @@ Shapes are odd, data is fresh, outputs are poisoned.
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +16,24 @@ from kernels.attention.packed_texts import TilePlan, TileShape, attend_packed, s
 from kernels.linear import resident_hopper, resident_norm_hopper
 from kernels.operands import Activation, Norm, NormKind, Pooling
 from kernels.reference import texts as reference
+from services.worker.kvcache.pages import make_layers
+from services.worker.models.decoder import Decoder
 from services.worker.models.encoders.config import EncoderConfig
 from services.worker.models.encoders.encoder import Encoder
 from services.worker.models.families import bert
 from services.worker.runners.base import TextTokens
 from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
 from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
+from services.worker.runners.cpu.ops import ReferenceOps
+from services.worker.runners.cpu.steps import StepBuilder
+from services.worker.runners.cuda.decoder_texts import GpuTextSteps
 from services.worker.runners.cuda.encoders.ops import TritonEncoderOps
 from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, lay_out
+from services.worker.runners.cuda.ops import TritonOps
+from services.worker.runners.decoder_texts import DecoderTextRunner
 from services.worker.runners.packed_ids import pack
 from tests.kernels.cases import DEVICE, close, poison, rand
+from tests.tiny_config import tiny_config
 
 
 def starts_of(lengths: Sequence[int]) -> torch.Tensor:
@@ -160,3 +169,33 @@ def check_batches(dtype: torch.dtype, layers: int = 2, heads: int = 4, hidden: i
         padded = as_captured(runner, batch, 300)[: len(batch)].cpu()
         assert float((padded - want).norm() / want.norm()) < tolerance
     assert runner.computed_tokens == expected.computed_tokens + 114 + 63
+
+
+def check_decoder_texts(dtype: torch.dtype, **model: Any) -> None:
+    """Texts in a decoder that embeds, by the GPU's steps and kernels and by the CPU's, in blocks that texts before have
+    left. `model` are fields of the model's configuration."""
+    config = tiny_config(**{**model, "tied_embeddings": True})
+    fast, exact = TritonOps(), ReferenceOps()
+    own, its = Decoder(config, fast, dtype, 128, DEVICE), Decoder(config, exact, torch.float32, 128)
+    wanted = its.destinations()
+    for name, views in own.destinations().items():
+        for view, other in zip(views, wanted[name], strict=True):
+            other.copy_(torch.randn(other.shape) * 0.15 + (name.endswith("weight") and other.ndim == 1))
+            view.copy_(other)
+    steps = GpuTextSteps(own, fast, 16, dtype), StepBuilder(its, exact, 16).build_texts
+    for pooling, labels in ((Pooling.LAST, None), (Pooling.MEAN, None), (Pooling.LAST, torch.randn(3, 48))):
+        runner, expected = (
+            DecoderTextRunner(
+                each, build, make_layers(config, 22, 16, kind, device), 16, 300, pooling,
+                None if labels is None else labels.to(device, kind),
+            )
+            for each, build, kind, device in (
+                (own, steps[0], dtype, DEVICE), (its, steps[1], torch.float32, "cpu"),
+            )
+        )  # fmt: skip
+        for lengths in ([1], [90, 1, 64, 65, 7], [30, 30, 2, 1, 1, 5, 90, 3, 63]):
+            batch = random_texts(lengths, 50)
+            want = torch.from_numpy(expected.collect(expected.launch(batch)))
+            got = torch.from_numpy(runner.collect(runner.launch(batch)))
+            assert got.shape == want.shape
+            assert float((got - want).norm() / want.norm()) < (1e-4 if dtype == torch.float32 else 3e-2)

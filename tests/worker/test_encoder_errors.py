@@ -92,8 +92,8 @@ CASES: dict[str, tuple[Damage, str]] = {
     ),
     "a setting of the pooling": (pooling(pooling_mode_cls_token=1), "1_Pooling/config.json: pooling_mode_cls"),
     "an embedder of another family": (
-        lambda folder: [add_modules(folder), config(architectures=["Qwen3ForCausalLM"])(folder)],
-        "Qwen3ForCausalLM is not supported as an embedder",
+        lambda folder: [add_modules(folder), config(architectures=["MPNetModel"])(folder)],
+        "MPNetModel is not supported as an embedder",
     ),
 }
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

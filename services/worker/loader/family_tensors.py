@@ -4,7 +4,7 @@ Some checkpoints stack the weights of all experts of a layer in one tensor, [exp
 of it is contiguous, so it is listed as a tensor of its own and read where it lies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,13 @@ _STACKS = {Part.EXPERT_UP: "gate_up_proj", Part.EXPERT_DOWN: "down_proj"}
 """What a stack is called beside the experts' numbers."""
 
 
-def open_family(folder: Path, config: ModelConfig) -> Checkpoint:
-    """Open a checkpoint and name its tensors as its family does. Raises CheckpointError."""
+def open_family(
+    folder: Path, config: ModelConfig, tensor_name: Callable[[str], str | None] | None = None
+) -> Checkpoint:
+    """Open a checkpoint and name its tensors as its family does. tensor_name: instead of the family's own. Raises
+    CheckpointError."""
     family = family_of(config.architecture)
-    checkpoint = open_checkpoint(folder).renamed(family.tensor_name)
+    checkpoint = open_checkpoint(folder).renamed(tensor_name or family.tensor_name)
     headers = dict(checkpoint.headers)
     for names in family.layer:
         if names.part in _STACKS and config.moe is not None:

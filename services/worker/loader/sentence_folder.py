@@ -10,8 +10,10 @@ from pathlib import Path
 from kernels.operands import Pooling
 from services.worker.errors import CheckpointError
 from services.worker.loader.files import _read_json, parse_json, read_bounded
+from services.worker.models.encoders.family import has_head
 from services.worker.models.encoders.registry import encoder_family
 from services.worker.models.raw_config import RawConfig
+from services.worker.models.registry import causal_name
 
 _POOLINGS: Mapping[str, Pooling] = {
     "cls": Pooling.CLS,
@@ -55,8 +57,11 @@ def has_modules(folder: Path) -> bool:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether a folder holds an encoder, or claims to. Raises CheckpointError."""
-    return has_modules(folder) or encoder_family(RawConfig(_read_json(folder / "config.json")).architecture) is not None
+    """Whether a folder holds an encoder, or a decoder that embeds or scores labels, or claims to. Raises
+    CheckpointError."""
+    architecture = RawConfig(_read_json(folder / "config.json")).architecture
+    scores = has_head(architecture) and causal_name(architecture) is not None
+    return has_modules(folder) or scores or encoder_family(architecture) is not None
 
 
 def read_sentence_settings(folder: Path) -> SentenceSettings:

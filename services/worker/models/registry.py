@@ -27,3 +27,17 @@ def family_of(architecture: str) -> Family:
             f"architecture {architecture} is not supported; supported are {supported}, and encoders: {encoders}"
         )
     return _BY_ARCHITECTURE[architecture]
+
+
+_HEADS = ("ForCausalLM", "LMHeadModel")
+_OTHERS = ("Model", "TextModel", "ForSequenceClassification", "TextForSequenceClassification")
+
+
+def causal_name(architecture: str) -> str | None:
+    """What the decoder of an architecture is called with a head over the vocabulary: Qwen3ForCausalLM of Qwen3Model and
+    of Qwen3ForSequenceClassification; None: it is no decoder that Weft serves."""
+    if architecture in _BY_ARCHITECTURE:
+        return architecture
+    stems = [architecture.removesuffix(end) for end in _OTHERS if architecture.endswith(end)]
+    names = (f"{stem}{head}" for stem in stems for head in _HEADS)
+    return next((name for name in names if name in _BY_ARCHITECTURE), None)

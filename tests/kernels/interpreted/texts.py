@@ -1,6 +1,7 @@
 """Encoders: packed attention, both ends, whole batches."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from tests.kernels.interpreted import FULL, HALF
 from tests.kernels.texts import (
     check_add_layer_norm,
     check_batches,
+    check_decoder_texts,
     check_embedded_texts,
     check_packed_attention,
     check_pooled_texts,
 )
+from tests.tiny_config import gpt2_settings
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
@@ -33,3 +36,10 @@ def test_both_ends_of_an_encoder_and_norms_of_sums(dtype: torch.dtype) -> None:
 
 def test_batches_of_texts_in_the_gpu_runner() -> None:
     check_batches(HALF, layers=1, heads=2, hidden=40)
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"windows": (24, None), "qk_norm": True}, gpt2_settings(128)], ids=["llama", "windows", "gpt2"]
+)
+def test_texts_in_a_decoder(model: dict[str, Any]) -> None:
+    check_decoder_texts(FULL, **model)

@@ -8,14 +8,16 @@ import torch
 
 from services.host import available_cores
 from services.worker.build import refused
-from services.worker.build.encoders.source import EncoderSource, read_source
+from services.worker.build.encoders.decoders import DecoderSource, make_decoder_runner, read_decoder_source
+from services.worker.build.encoders.source import EncoderSource, read_raw, read_source, supported
 from services.worker.build.torch_recorder import TorchRecorder
 from services.worker.engine.base import CLASSIFY, EMBED, RANK
 from services.worker.engine.encoding import EncodingEngine
 from services.worker.engine.finish_vectors import ScoreKind
 from services.worker.errors import CheckpointError
 from services.worker.loader.sentence_folder import SentenceSettings
-from services.worker.models.encoders.config import EncoderConfig, HeadConfig
+from services.worker.models.encoders.config import HeadConfig, TextModelConfig
+from services.worker.models.encoders.registry import encoder_family
 from services.worker.models.raw_config import RawConfig
 from services.worker.options import RUNTIMES, EngineOptions, Progress
 from services.worker.planner.dynamic_batch import DynamicBatch
@@ -31,7 +33,7 @@ class BuiltEncoder:
     """An encoder's engine that is ready to run, and what its folder states."""
 
     engine: EncodingEngine
-    config: EncoderConfig
+    config: TextModelConfig
     settings: SentenceSettings
     dimensions: tuple[int, ...]
     """Fewer dimensions that its vectors may be cut to; (0,): any number."""
@@ -48,7 +50,7 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     if threads := options.threads or (0 if options.on_gpu else _default_threads()):
         torch.set_num_threads(threads)
     progress("checkpoint", 0, 1)
-    source = read_source(folder)
+    source = _read_source(folder)
     config, length = source.config, _most_length(source.config, source.settings, options)
     progress("checkpoint", 1, 1)
     runner, parameters = _make_runner(source, max(options.step_tokens, length), options, progress)
@@ -68,6 +70,11 @@ def _names(runner: EncoderRunner[Any], options: EngineOptions) -> str:
     return "torch" if options.engine == "auto" else options.engine
 
 
+def _read_source(folder: Path) -> EncoderSource | DecoderSource:
+    raw = read_raw(folder)
+    return read_source(folder) if encoder_family(raw.architecture) else read_decoder_source(folder, raw, supported())
+
+
 def _default_threads() -> int:
     """Torch's choice, at most all cores but one: the messages of a text take as long as its network."""
     return max(1, min(torch.get_num_threads(), available_cores() - 1))
@@ -83,9 +90,11 @@ def _check_options(options: EngineOptions) -> None:
 
 
 def _make_runner(
-    source: EncoderSource, most_tokens: int, options: EngineOptions, progress: Progress
+    source: EncoderSource | DecoderSource, most_tokens: int, options: EngineOptions, progress: Progress
 ) -> tuple[EncoderRunner[Any], int]:
     """The runner, and the numbers in the checkpoint. Only what the engine needs is imported."""
+    if isinstance(source, DecoderSource):
+        return make_decoder_runner(source, most_tokens, options, progress)
     if options.engine in RUNTIMES:
         from services.worker.build.encoders.runtimes import make_runtime_runner
 
@@ -108,16 +117,16 @@ def _make_runner(
     return with_lone_texts(CpuEncoderRunner(model, most_tokens), source, options), parameters
 
 
-def _most_length(config: EncoderConfig, settings: SentenceSettings, options: EngineOptions) -> int:
+def _most_length(config: TextModelConfig, settings: SentenceSettings, options: EngineOptions) -> int:
     most = config.context_length
     if most < 1:
-        raise CheckpointError(f"config.json: {config.positions} positions leave none for a token")
+        raise CheckpointError("config.json: the table of positions leaves none for a token")
     if options.max_seq_length and options.max_seq_length > most:
         raise CheckpointError(f"max_seq_length {options.max_seq_length} exceeds the model's context of {most}")
     return options.max_seq_length or min(most, settings.max_length or most)
 
 
-def _read_dimensions(raw: RawConfig, config: EncoderConfig) -> tuple[int, ...]:
+def _read_dimensions(raw: RawConfig, config: TextModelConfig) -> tuple[int, ...]:
     """`matryoshka_dimensions`, or any number with `is_matryoshka`, as vLLM reads them; empty: none."""
     listed = raw.get("matryoshka_dimensions")
     if listed is None:

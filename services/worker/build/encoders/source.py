@@ -57,13 +57,22 @@ class EncoderSource:
         return open_checkpoint(self.folder).renamed(family.tensor_name if scores else family.tensor_name_without_head)
 
 
+def read_raw(folder: Path) -> RawConfig:
+    """config.json of a folder. Raises CheckpointError."""
+    return RawConfig(_read_json(folder / "config.json"))
+
+
+def supported() -> str:
+    """The architectures of encoders, for messages."""
+    return ", ".join(name for each in ENCODERS for name in each.architectures)
+
+
 def read_source(folder: Path) -> EncoderSource:
-    """Read the JSON files of a folder. Raises CheckpointError."""
-    raw = RawConfig(_read_json(folder / "config.json"))
+    """Read the JSON files of an encoder's folder. Raises CheckpointError."""
+    raw = read_raw(folder)
     family = encoder_family(raw.architecture)
     if family is None:
-        supported = ", ".join(name for each in ENCODERS for name in each.architectures)
-        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
+        raise CheckpointError(f"{raw.architecture} is no encoder; encoders are {supported()}")
     return EncoderSource(folder, raw, family, family.read_config(raw), read_sentence_settings(folder))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kernels.operands import Activation
+from services.worker.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,31 @@ class EncoderConfig:
     def weights_of(self, layer: int) -> int:
         """Which of the unique layers a layer is."""
         return layer * self.unique_layers // self.layers
+
+
+@dataclass(frozen=True, slots=True)
+class TextDecoderConfig:
+    """A decoder that makes vectors of texts, or scores labels by them."""
+
+    architecture: str
+    decoder: ModelConfig
+    head: HeadConfig | None = None
+    """A projection of the last token's vector to labels."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.decoder.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's vector."""
+        return self.decoder.hidden_size
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a text."""
+        return self.decoder.context_length
+
+
+TextModelConfig = EncoderConfig | TextDecoderConfig

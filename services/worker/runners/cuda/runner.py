@@ -362,7 +362,8 @@ class GpuRunner:
             sample_slots=none,
             sample_positions=none,
         )
-        return DecoderInspection(self.model, self.forward.step_of(inputs, count, None), self.kv.layers)
+        long_tokens = count if count > self.ops.short_tokens else 0
+        return DecoderInspection(self.model, self.forward.step_of(inputs, long_tokens, None), self.kv.layers)
 
     def gap_s(self, before: GpuStep, after: GpuStep) -> float:
         """Seconds that the device idled between two steps that are over, both launched with `measure_gaps`."""

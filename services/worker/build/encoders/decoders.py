@@ -1,0 +1,157 @@
+"""Builds the runner of a decoder that embeds or scores labels. Knows files and memory, no engine and no job."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.operands import Pooling
+from services.host import available_memory
+from services.worker.build import memory
+from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes
+from services.worker.errors import CheckpointError
+from services.worker.kvcache.pages import make_layers
+from services.worker.loader import presets
+from services.worker.loader.family_tensors import open_family
+from services.worker.loader.formats.registry import reader_of
+from services.worker.loader.sentence_folder import SentenceSettings, read_sentence_settings
+from services.worker.loader.tensors import open_checkpoint
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import Decoder
+from services.worker.models.encoders.config import TextDecoderConfig
+from services.worker.models.encoders.family import read_head
+from services.worker.models.family import Part
+from services.worker.models.raw_config import RawConfig
+from services.worker.models.registry import causal_name, family_of
+from services.worker.options import EngineOptions, Progress
+from services.worker.runners.decoder_texts import DecoderTextRunner, TextSteps
+
+_SCORES = "score.weight"
+"""The head of ForSequenceClassification [labels, hidden]."""
+_ENGINES = ("auto", "torch", "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSource:
+    """The folder of a decoder that embeds or scores labels: all that it states but its weights."""
+
+    folder: Path
+    raw: RawConfig
+    config: TextDecoderConfig
+    settings: SentenceSettings
+
+
+def read_decoder_source(folder: Path, raw: RawConfig, supported: str) -> DecoderSource:
+    """Read the JSON files of a folder. supported: the encoders, for the message about another architecture. Raises
+    CheckpointError."""
+    name = causal_name(raw.architecture)
+    if name is None:
+        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
+    _refuse(raw)
+    decoder = family_of(name).read_config(RawConfig({**raw.values, "architectures": [name]}))
+    if decoder.moe is not None:
+        raise CheckpointError(f"mixtures of experts ({raw.architecture}) are not supported as embedders")
+    # A head over the vocabulary is not read: it counts as the embedding.
+    config = TextDecoderConfig(raw.architecture, replace(decoder, tied_embeddings=True), read_head(raw, ""))
+    settings = read_sentence_settings(folder)
+    return DecoderSource(folder, raw, config, replace(settings, pooling=Pooling.LAST) if config.head else settings)
+
+
+def make_decoder_runner(
+    source: DecoderSource, most_tokens: int, options: EngineOptions, progress: Progress
+) -> tuple[DecoderTextRunner, int]:
+    """The runner with its weights on the options' device, and the numbers in the checkpoint. Raises CheckpointError."""
+    if options.engine not in _ENGINES:
+        raise CheckpointError(
+            f"ENGINE={options.engine} does not serve decoders as embedders: set ENGINE=torch or ENGINE=gpu"
+        )
+    weights, config, dtype = _weights(source, options), source.config.decoder, dtype_of(options)
+    blocks = -(-most_tokens // options.block_size) + options.max_batch_size
+    needed = blocks * bytes_of_block(config, options, dtype)
+    expected = weights.expected_bytes(dtype, "cuda" if options.on_gpu else "cpu")
+    free = free_gpu_bytes() if options.on_gpu else available_memory()
+    memory.check_weights(expected, free, options)
+    if expected + needed > free:
+        raise CheckpointError(
+            f"keys and values of {most_tokens} tokens take {needed >> 20} MiB, {(free - expected) >> 20} MiB are free: "
+            "set MAX_SEQ_LENGTH and WEFT_STEP_TOKENS"
+        )
+    make = _on_gpu if options.on_gpu else _on_cpu
+    model, steps = make(weights, most_tokens, options, progress)
+    pools = make_layers(config, blocks, options.block_size, dtype, model.embedding.device)
+    labels = _read_labels(source, dtype).to(model.embedding.device) if source.config.head else None
+    pooling = source.settings.pooling
+    runner = DecoderTextRunner(model, steps, pools, options.block_size, most_tokens, pooling, labels)
+    return runner, weights.parameters
+
+
+def _refuse(raw: RawConfig) -> None:
+    """Raises CheckpointError for a decoder whose vectors are computed in another way."""
+    if raw.get("auto_map"):
+        raise CheckpointError("auto_map: the checkpoint brings code of its own, which is not run")
+    if raw.flag("use_bidirectional_attention") or not raw.flag("is_causal", default=True):
+        raise CheckpointError("a decoder whose tokens see later ones is not supported as an embedder")
+
+
+def _weights(source: DecoderSource, options: EngineOptions) -> WeightSource:
+    quantization = source.raw.section("quantization_config").values or None
+    config, checkpoint = source.config.decoder, None
+    if not presets.is_random(source.folder):
+        checkpoint = open_family(source.folder, config, _tensor_names(config))
+    return WeightSource(config, checkpoint, reader_of(quantization, options.quantize), quantization)
+
+
+def _tensor_names(config: ModelConfig) -> Callable[[str], str | None]:
+    """The names that the family's tables give tensors; those of a model without a head lack the first part."""
+    family = family_of(config.architecture)
+    (embedding,) = (names.modules[0] for names in family.outside if names.part is Part.EMBEDDING)
+    first = embedding.partition(".")[0]
+
+    def name_of(stored: str) -> str | None:
+        name = None if stored == _SCORES else family.tensor_name(stored)
+        has_first = name is None or name.startswith((f"{first}.", "lm_head."))
+        return name if has_first else family.tensor_name(f"{first}.{stored}")
+
+    return name_of
+
+
+def _on_cpu(
+    weights: WeightSource, most_tokens: int, options: EngineOptions, progress: Progress
+) -> tuple[Decoder, TextSteps]:
+    from services.worker.runners.cpu.ops import ReferenceOps
+    from services.worker.runners.cpu.steps import StepBuilder
+
+    ops = ReferenceOps()
+    model = weights.load(ops, most_tokens, options, progress)
+    return model, StepBuilder(model, ops, options.block_size).build_texts
+
+
+def _on_gpu(
+    weights: WeightSource, most_tokens: int, options: EngineOptions, progress: Progress
+) -> tuple[Decoder, TextSteps]:
+    from services.worker.runners.cuda.decoder_texts import GpuTextSteps
+    from services.worker.runners.cuda.ops import TritonOps, exact_products
+
+    exact_products()
+    ops = TritonOps()
+    model = weights.load(ops, most_tokens, options, progress)
+    return model, GpuTextSteps(model, ops, options.block_size, model.embedding.dtype)
+
+
+def _read_labels(source: DecoderSource, dtype: torch.dtype) -> Tensor:
+    """The weights of the head. Raises CheckpointError."""
+    config = source.config
+    assert config.head is not None, "no head"
+    shape = (len(config.head.labels), config.hidden_size)
+    if presets.is_random(source.folder):
+        return torch.empty(shape).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).to(dtype)
+    checkpoint = open_checkpoint(source.folder)
+    if _SCORES not in checkpoint.headers:
+        raise CheckpointError(f"tensor {_SCORES} is missing")
+    if tuple(checkpoint.headers[_SCORES].shape) != shape:
+        found = list(checkpoint.headers[_SCORES].shape)
+        raise CheckpointError(f"tensor {_SCORES} has shape {found}, config.json says {list(shape)}")
+    with checkpoint.opened() as read:
+        return read(_SCORES).to(dtype)
