@@ -17,7 +17,7 @@ from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
 from tests.redis_server import RedisServer
 from tests.timing import timely
 
-LONG_TIMEOUTS = Timeouts(look_up_s=2.0, store_s=2.0)
+LONG_TIMEOUTS = Timeouts(look_up_s=60.0, store_s=60.0, connect_s=60.0)
 
 
 async def accounted(client: Client, namespace: Namespace[Any]) -> int:

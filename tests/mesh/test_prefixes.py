@@ -173,7 +173,8 @@ async def test_a_restarted_worker_starts_warm(stage: Stage) -> None:
         again = await alone(stage, request(0))
         check(again, cold)
         assert again.receipt.fetched_tokens == 0, "the prefix is in device memory now"
-        assert again.receipt.cached_tokens == warm.receipt.fetched_tokens
+        # What was fetched, and what was computed because a fetch was late.
+        assert again.receipt.cached_tokens == (again.receipt.prompt_tokens - 1) // 16 * 16
         neither = request(1)
         neither.cache = api.CACHE_POLICY_BYPASS
         bypass = await generate(stage.stub, neither)
