@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSequenceClassification
 
 from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
@@ -18,7 +19,7 @@ from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
 from services.worker.runners.base import TextTokens
 from services.worker.runners.decoder_texts import DecoderTextRunner
-from tests.checkpoints import CONTEXT, make_checkpoint
+from tests.checkpoints import BOS, CONTEXT, EOS, make_checkpoint
 from tests.encoders import add_modules
 from tests.worker.drive import prompt_of
 
@@ -143,6 +144,21 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(CheckpointError, match=f"^{reason}"):
         build(folder, **options)
+
+
+def test_an_end_token_that_only_transformers_would_add_is_refused(tmp_path: Path) -> None:
+    folder = add_modules(make_checkpoint(tmp_path), LAST)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_eos_token": True}))
+    with pytest.raises(
+        CheckpointError, match=r"^tokenizer_config.json says add_eos_token, and tokenizer.json adds no "
+    ):
+        build(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [("<s>", BOS), ("</s>", EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert build(folder).most_length == CONTEXT
 
 
 def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from services.worker.errors import CheckpointError
 from services.worker.kvcache.pages import make_layers
 from services.worker.loader import presets
 from services.worker.loader.family_tensors import open_family
+from services.worker.loader.files import MOST_TOKENIZER_BYTES, _read_json, parse_json, read_bounded
 from services.worker.loader.formats.registry import reader_of
 from services.worker.loader.sentence_folder import SentenceSettings, read_sentence_settings
 from services.worker.loader.tensors import open_checkpoint
@@ -50,6 +52,7 @@ def read_decoder_source(folder: Path, raw: RawConfig, supported: str) -> Decoder
     if name is None:
         raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
     _refuse(raw)
+    _check_end(folder)
     decoder = family_of(name).read_config(RawConfig({**raw.values, "architectures": [name]}))
     if decoder.moe is not None:
         raise CheckpointError(f"mixtures of experts ({raw.architecture}) are not supported as embedders")
@@ -93,6 +96,33 @@ def _refuse(raw: RawConfig) -> None:
         raise CheckpointError("auto_map: the checkpoint brings code of its own, which is not run")
     if raw.flag("use_bidirectional_attention") or not raw.flag("is_causal", default=True):
         raise CheckpointError("a decoder whose tokens see later ones is not supported as an embedder")
+
+
+def _check_end(folder: Path) -> None:
+    """Raises CheckpointError if texts are to end with a token that tokenizer.json does not add. transformers adds it; the
+    last token's vector would be that of another one."""
+    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not (settings.exists() and RawConfig(_read_json(settings), settings.name).flag("add_eos_token")):
+        return
+    if not tokenizer.exists():
+        return
+    content = parse_json(read_bounded(tokenizer, MOST_TOKENIZER_BYTES), tokenizer.name)
+    if isinstance(content, dict) and not _ends_texts(content.get("post_processor")):
+        raise CheckpointError(
+            "tokenizer_config.json says add_eos_token, and tokenizer.json adds no token behind a text: save the "
+            "tokenizer with transformers again"
+        )
+
+
+def _ends_texts(processor: Any) -> bool:
+    """Whether the post-processor of a tokenizer.json puts a special token behind a single text."""
+    if not isinstance(processor, dict):
+        return False
+    parts = processor.get("processors")
+    if isinstance(parts, list):
+        return any(_ends_texts(part) for part in parts)
+    template = processor.get("single")
+    return isinstance(template, list) and bool(template) and "SpecialToken" in template[-1]
 
 
 def _weights(source: DecoderSource, options: EngineOptions) -> WeightSource:
