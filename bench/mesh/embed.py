@@ -13,6 +13,7 @@ has.
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,9 @@ _SHAPE: Mapping[str, Any] = {
 }
 
 
-def queries(count: int = TEXTS) -> list[list[int]]:
+def queries(count: int = TEXTS, seed: int = 7) -> list[list[int]]:
     """Random tokens in texts as long as search queries."""
-    chance = random.Random(7)
+    chance = random.Random(seed)
     lengths = [min(40, max(3, round(chance.lognormvariate(2.1, 0.4)))) for _ in range(count)]
     return [[101, *chance.choices(range(1000, 30000), k=length - 2), 102] for length in lengths]
 
@@ -189,7 +190,10 @@ async def measure_queries() -> list[Figure]:
                 for name in served:  # For a second or two, as one would serve.
                     seconds = await _served(served[name], [*some] * SERVED, count)
                     times.setdefault(("server", count, name), []).append(seconds)
-        hits = await hits_ms(served["Weft"])
+        hits = await hits_ms(over_grpc(served["Weft"]), queries(HITS))
+        over_http = await stack.enter_async_context(Http.to(mesh.http))
+        more = await hits_ms(over_http, queries(HITS, seed=8))
+        hits |= {f"{name}, over HTTP": calls for name, calls in more.items()}
     rows = [(kind, count) for kind in ("engine", "server") for count in (1, CLIENTS)]
     figures = [figure for kind, count in rows for figure in _figures(times, kind, count)]
     for name, calls in hits.items():
@@ -198,19 +202,60 @@ async def measure_queries() -> list[Figure]:
     return figures
 
 
-async def hits_ms(stub: Any) -> dict[str, list[float]]:
+Call = Callable[[Sequence[int]], Awaitable[bool]]
+"""Asks for the vector of a text -> whether it was found in a cache."""
+
+
+async def hits_ms(call: Call, texts: Texts) -> dict[str, list[float]]:
     """Milliseconds of calls whose vectors are in Redis, and of later ones, whose vectors the gateway keeps."""
     found: dict[str, list[float]] = {"computed": [], "a hit in Redis": [], "a hit in the gateway": []}
-    texts = queries(HITS)
     for name in found:
         for text in texts:
             began = time.perf_counter()
-            reply = await embed(stub, text, api.CACHE_POLICY_READ_WRITE)
+            is_hit = await call(text)
             found[name].append((time.perf_counter() - began) * 1e3)
-            assert reply.receipt.result_hit == (name != "computed"), name
+            assert is_hit == (name != "computed"), name
         await asyncio.sleep(1.0)  # Stores are written behind the reply.
     del found["computed"]
     return found
+
+
+def over_grpc(stub: Any) -> Call:
+    """Calls of `Embed`."""
+
+    async def call(text: Sequence[int]) -> bool:
+        return (await embed(stub, text, api.CACHE_POLICY_READ_WRITE)).receipt.result_hit
+
+    return call
+
+
+class Http:
+    """Requests of /v1/embeddings on one connection, with vectors in base64 as OpenAI's clients ask for them."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def to(cls, address: str) -> "AsyncIterator[Http]":
+        """Connects to host:port."""
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield cls(reader, writer)
+        finally:
+            writer.close()
+
+    async def __call__(self, text: Sequence[int]) -> bool:
+        """As `Call`."""
+        body = json.dumps({"model": "minilm", "input": text, "encoding_format": "base64"}).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        fields = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        reply = await self._reader.readexactly(int(fields["content-length"]))
+        assert status.split(" ")[1] == "200", reply
+        return bool(json.loads(fields["weft-receipt"]).get("result_hit"))
 
 
 def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, count: int) -> list[Figure]:

@@ -99,8 +99,8 @@ def _refuse(raw: RawConfig) -> None:
 
 
 def _check_end(folder: Path) -> None:
-    """Raises CheckpointError if texts are to end with a token that tokenizer.json does not add. transformers adds it, and
-    the vector that counts is that of the last token."""
+    """Raises CheckpointError if texts are to end with a token that tokenizer.json does not add, but transformers does:
+    the vector of the last token counts."""
     settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not (settings.exists() and RawConfig(_read_json(settings), settings.name).flag("add_eos_token")):
         return
