@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.cache.counters import Miss
+from services.cache.redis_client import CONNECTIONS
 from services.security import frames
 from services.security.frames import Kind
 from tests.cache.conftest import DEFAULT_TIMEOUTS, CacheDoor, Client, OpenDoor, key_of, opened, result_of
@@ -166,6 +167,25 @@ async def test_a_killed_redis_is_a_miss_until_it_is_available_again(
         await until_hit(hasty_door, key_of(i))  # stored values survive the kill
     logged = "".join(capfd.readouterr())
     assert (logged.count("redis is unavailable"), logged.count("redis is available again")) == (1, 1)
+
+
+async def test_connections_that_redis_closed_are_replaced_without_a_miss(door: CacheDoor, client: Client) -> None:
+    assert await door.put(key_of(1), result_of(1))
+    at_once = asyncio.gather(*(door.get(key_of(1)) for _ in range(2 * CONNECTIONS)))
+    assert await at_once == [result_of(1)] * 2 * CONNECTIONS
+    assert await client.client_kill_filter(_type="normal", skipme=True) > 1
+    at_once = asyncio.gather(*(door.get(key_of(1)) for _ in range(2 * CONNECTIONS)))
+    assert await at_once == [result_of(1)] * 2 * CONNECTIONS
+    assert door.counters.misses.total() == 0
+
+
+async def test_a_damaged_value_is_deleted_while_all_connections_are_kept(door: CacheDoor, client: Client) -> None:
+    assert await door.put(key_of(1), result_of(1))
+    await asyncio.gather(*(door.get(key_of(1)) for _ in range(2 * CONNECTIONS)))
+    name = door.namespace.prefix + key_of(1).hex()
+    await client.setrange(name, 40, b"damaged")
+    assert await door.get(key_of(1)) is None
+    assert await client.exists(name) == 0
 
 
 @timely
