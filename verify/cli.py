@@ -135,7 +135,7 @@ def verify(
         raise typer.BadParameter(
             "name a checkpoint, or a --draft, or for an encoder --quantize", param_hint="CANDIDATES"
         )
-    if _is_encoder(base):
+    if _is_text_model(base):
         if draft or html:
             raise typer.BadParameter("an encoder has no drafts and no report: leave out --draft and --html")
         formats = [each.value for each in quantize or ()]
@@ -161,12 +161,12 @@ def verify(
     raise typer.Exit(0 if passes else 1)
 
 
-def _is_encoder(folder: Path) -> bool:
+def _is_text_model(folder: Path) -> bool:
     from services.worker.errors import CheckpointError
-    from services.worker.loader.sentence_folder import is_encoder
+    from services.worker.loader.sentence_folder import is_text_model
 
     try:
-        return is_encoder(folder)
+        return is_text_model(folder)
     except CheckpointError:
         return False  # loading it reports what is wrong
 

@@ -13,17 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
-import services
-
-_PARENT_DEATH = Path(services.__file__).with_name("parent_death.py")
+from weft.launch.supervisor import PARENT_DEATH
 
 
 @contextlib.contextmanager
 def busy(cores: Collection[int]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Keeps each of these cores busy within the block, by the processes that it yields. Linux only."""
-    before = [sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(signal.SIGKILL))]
+    before = [sys.executable, "-I", "-S", str(PARENT_DEATH), str(os.getpid()), str(int(signal.SIGKILL))]
     commands = [[*before, sys.executable, "-m", "bench.mesh.busy_cores", str(core)] for core in cores]
     running = [subprocess.Popen(command) for command in commands]
     try:

@@ -33,11 +33,9 @@ class EngineOptions(BaseModel):
         Field(
             "auto",
             validation_alias=known_as("ENGINE"),
-            description="What computes. auto: the GPU if there is one; else openvino for weights rounded to int8 or "
-            "int4, where it is installed and can do all that is asked; else torch, and onnxruntime for lone texts of "
-            "an encoder with an export beside its weights, where it is faster. onnxruntime, openvino, tensorrt and "
-            "exported compute what `weft export` wrote, openvino and compile a checkpoint, too (docs/engines.md). "
-            "paced only pretends, at a set pace.",
+            description="What computes (docs/engines.md). auto: the GPU if there is one; else openvino for weights "
+            "rounded to int8 or int4, where it is installed and can do all that is asked; else torch, with onnxruntime "
+            "for lone texts where it is faster. paced only pretends, at a set pace.",
         )
     )
     max_batch_size: int = Field(
@@ -169,7 +167,7 @@ class EngineOptions(BaseModel):
         None,
         ge=1,
         description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice. An "
-        "encoder takes torch's choice, at most all cores but one.",
+        "encoder takes torch's choice, at most all cores but one; onnxruntime takes all for it.",
     )
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
     paced_prefill_rate: float = Field(

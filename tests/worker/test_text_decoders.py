@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
 from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
 from services.worker.build.export import export
@@ -22,6 +23,7 @@ from services.worker.runners.decoder_texts import DecoderTextRunner
 from tests.checkpoints import BOS, CONTEXT, EOS, make_checkpoint
 from tests.encoders import add_modules
 from tests.worker.drive import prompt_of
+from verify.cli import app
 
 Floats = npt.NDArray[np.float32]
 LENGTHS = (1, 17, 16, 64, 150, 3, 17)
@@ -110,6 +112,20 @@ def test_int8_keeps_the_direction_of_vectors(tmp_path: Path) -> None:
     own, reference = vectors(build(folder, quantize="int8")), expected(folder)
     lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(reference, axis=1)
     assert 0.99 <= ((own * reference).sum(1) / lengths).min() < 0.9999999
+
+
+def test_a_long_step_does_not_choose_the_factors_of_long_texts(tmp_path: Path) -> None:
+    """Longrope has other factors for texts beyond its original context, here 4,096; a batch may have as many tokens."""
+    folder = add_modules(make_checkpoint(tmp_path, "phi3"), LAST)
+    assert_alike(vectors(build(folder, step_tokens=8192)), expected(folder))
+
+
+def test_verify_compares_rounded_vectors(tmp_path: Path) -> None:
+    folder, result = add_modules(make_checkpoint(tmp_path / "tiny", "qwen3"), LAST), tmp_path / "result.json"
+    done = CliRunner().invoke(app, [str(folder), "--quantize", "int8", "--json", str(result)])
+    assert done.exit_code == 0, done.output
+    (candidate,) = json.loads(result.read_text())["candidates"]
+    assert 0.99 <= candidate["cosine"] <= candidate["cosine_mean"] < 1
 
 
 def test_too_many_tokens_are_refused(tmp_path: Path) -> None:

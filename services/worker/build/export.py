@@ -13,9 +13,9 @@ from torch.fx.experimental import _config as fx_config
 
 from services.worker.build.assemble import open_source
 from services.worker.build.encoders import export as encoders
-from services.worker.build.encoders.source import read_source
+from services.worker.build.encoders.source import read_raw, read_source
 from services.worker.errors import CheckpointError
-from services.worker.loader.sentence_folder import is_encoder
+from services.worker.loader.sentence_folder import is_text_model
 from services.worker.models.config import ModelConfig
 from services.worker.options import EngineOptions, Progress
 from services.worker.runners.runtime.network import DenseOps, PastDecoder
@@ -51,8 +51,8 @@ def export(model_dir: Path, out: Path, form: str, progress: Progress) -> None:
 
 def _trace_folder(model_dir: Path, progress: Progress) -> tuple[ExportedProgram, Sequence[str], Sequence[str]]:
     """The graph of a folder's model, and the names of its inputs and outputs. Raises CheckpointError."""
-    if is_encoder(model_dir):
-        source = read_source(model_dir)
+    if is_text_model(model_dir):
+        source = read_source(model_dir, read_raw(model_dir))
         network, _ = encoders.load_network(source, progress)
         progress("export", 0, 1)
         texts = signature_of(source.config)

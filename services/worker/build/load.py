@@ -17,7 +17,7 @@ from services.worker.job import Adapter
 from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.loader import checkpoint, presets
 from services.worker.loader.config import load_config
-from services.worker.loader.sentence_folder import is_encoder
+from services.worker.loader.sentence_folder import is_text_model
 from services.worker.options import ADAPTER_NAME, DEFAULT_SLOTS, Progress
 from services.worker.settings import WorkerSettings
 from services.worker.structured.compiler import GuidanceForms
@@ -53,7 +53,7 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     Raises CheckpointError.
     """
     folder = checkpoint.locate(settings.model)
-    if is_encoder(folder):
+    if is_text_model(folder):
         if settings.settings_shared:
             settings = refused.without_decoders(settings)
         return _load_encoder(folder, resolve_engine(settings, folder, encodes=True), name, progress)

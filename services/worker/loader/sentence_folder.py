@@ -56,8 +56,8 @@ def has_modules(folder: Path) -> bool:
     return (folder / "modules.json").exists()
 
 
-def is_encoder(folder: Path) -> bool:
-    """Whether a folder holds an encoder, or a decoder that embeds or scores labels, or claims to. Raises
+def is_text_model(folder: Path) -> bool:
+    """Whether a folder holds a model that embeds texts or scores labels, an encoder or a decoder, or claims to. Raises
     CheckpointError."""
     architecture = RawConfig(_read_json(folder / "config.json")).architecture
     scores = has_head(architecture) and causal_name(architecture) is not None

@@ -23,5 +23,5 @@ def bytes_of(embedding: api.Embedding) -> bytes:
 
 @lru_cache
 def _header(length: int) -> bytes:
-    """The tag and the length with which the serialized message of a vector of so many bytes begins."""
+    """The tag and the length with which the serialized message of a vector of `length` bytes begins."""
     return api.Embedding(values=array("f", bytes(length))).SerializeToString()[:-length]

@@ -1,4 +1,5 @@
-"""Builds the engine of an encoder: reads its folder, loads its weights, warms it up. Knows no jobs and no mesh."""
+"""Builds the engine of an encoder, or of a decoder that embeds: reads its folder, loads its weights, warms it up. Knows
+no jobs and no mesh."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from services.host import available_cores
 from services.worker.build import refused
 from services.worker.build.encoders.decoders import DecoderSource, make_decoder_runner, read_decoder_source
-from services.worker.build.encoders.source import EncoderSource, read_raw, read_source, supported
+from services.worker.build.encoders.source import EncoderSource, read_raw, read_source
 from services.worker.build.torch_recorder import TorchRecorder
 from services.worker.engine.base import CLASSIFY, EMBED, RANK
 from services.worker.engine.encoding import EncodingEngine
@@ -53,7 +54,7 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     source = _read_source(folder)
     config, length = source.config, _most_length(source.config, source.settings, options)
     progress("checkpoint", 1, 1)
-    runner, parameters = _make_runner(source, max(options.step_tokens, length), options, progress)
+    runner, parameters = _make_runner(source, length, options, progress)
     batch = DynamicBatch(runner.most_tokens, options.max_batch_size, options.max_wait_ms / 1e3)
     engine = EncodingEngine(runner, _tasks(config.head), length, batch, _score_kind(config.head), TorchRecorder)
     progress("warm-up", 0, 1)
@@ -72,7 +73,7 @@ def _names(runner: EncoderRunner[Any], options: EngineOptions) -> str:
 
 def _read_source(folder: Path) -> EncoderSource | DecoderSource:
     raw = read_raw(folder)
-    return read_source(folder) if encoder_family(raw.architecture) else read_decoder_source(folder, raw, supported())
+    return (read_source if encoder_family(raw.architecture) else read_decoder_source)(folder, raw)
 
 
 def _default_threads() -> int:
@@ -90,11 +91,12 @@ def _check_options(options: EngineOptions) -> None:
 
 
 def _make_runner(
-    source: EncoderSource | DecoderSource, most_tokens: int, options: EngineOptions, progress: Progress
+    source: EncoderSource | DecoderSource, most_length: int, options: EngineOptions, progress: Progress
 ) -> tuple[EncoderRunner[Any], int]:
     """The runner, and the numbers in the checkpoint. Only what the engine needs is imported."""
+    most_tokens = max(options.step_tokens, most_length)
     if isinstance(source, DecoderSource):
-        return make_decoder_runner(source, most_tokens, options, progress)
+        return make_decoder_runner(source, most_length, most_tokens, options, progress)
     if options.engine in RUNTIMES:
         from services.worker.build.encoders.runtimes import make_runtime_runner
 

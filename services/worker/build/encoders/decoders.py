@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.operands import Pooling
-from services.host import available_memory
 from services.worker.build import memory
-from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes
+from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of
+from services.worker.build.encoders.source import free_bytes, supported
 from services.worker.errors import CheckpointError
 from services.worker.kvcache.pages import make_layers
 from services.worker.loader import presets
@@ -45,12 +45,11 @@ class DecoderSource:
     settings: SentenceSettings
 
 
-def read_decoder_source(folder: Path, raw: RawConfig, supported: str) -> DecoderSource:
-    """Read the JSON files of a folder. supported: the encoders, for the message about another architecture. Raises
-    CheckpointError."""
+def read_decoder_source(folder: Path, raw: RawConfig) -> DecoderSource:
+    """Read the JSON files of a folder beside its config.json. Raises CheckpointError."""
     name = causal_name(raw.architecture)
     if name is None:
-        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
+        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported()}")
     _refuse(raw)
     _check_end(folder)
     decoder = family_of(name).read_config(RawConfig({**raw.values, "architectures": [name]}))
@@ -63,9 +62,10 @@ def read_decoder_source(folder: Path, raw: RawConfig, supported: str) -> Decoder
 
 
 def make_decoder_runner(
-    source: DecoderSource, most_tokens: int, options: EngineOptions, progress: Progress
+    source: DecoderSource, most_length: int, most_tokens: int, options: EngineOptions, progress: Progress
 ) -> tuple[DecoderTextRunner, int]:
-    """The runner with its weights on the options' device, and the numbers in the checkpoint. Raises CheckpointError."""
+    """The runner with its weights on the options' device, for texts of up to `most_length` tokens, and the numbers in
+    the checkpoint. Raises CheckpointError."""
     if options.engine not in _ENGINES:
         raise CheckpointError(
             f"ENGINE={options.engine} does not serve decoders as embedders: set ENGINE=torch or ENGINE=gpu"
@@ -74,7 +74,7 @@ def make_decoder_runner(
     blocks = -(-most_tokens // options.block_size) + options.max_batch_size
     needed = blocks * bytes_of_block(config, options, dtype)
     expected = weights.expected_bytes(dtype, "cuda" if options.on_gpu else "cpu")
-    free = free_gpu_bytes() if options.on_gpu else available_memory()
+    free = free_bytes(options)
     memory.check_weights(expected, free, options)
     if expected + needed > free:
         raise CheckpointError(
@@ -82,7 +82,7 @@ def make_decoder_runner(
             "set MAX_SEQ_LENGTH and WEFT_STEP_TOKENS"
         )
     make = _on_gpu if options.on_gpu else _on_cpu
-    model, steps = make(weights, most_tokens, options, progress)
+    model, steps = make(weights, most_length, options, progress)
     pools = make_layers(config, blocks, options.block_size, dtype, model.embedding.device)
     labels = _read_labels(source, dtype).to(model.embedding.device) if source.config.head else None
     pooling = source.settings.pooling
@@ -148,25 +148,25 @@ def _tensor_names(config: ModelConfig) -> Callable[[str], str | None]:
 
 
 def _on_cpu(
-    weights: WeightSource, most_tokens: int, options: EngineOptions, progress: Progress
+    weights: WeightSource, most_length: int, options: EngineOptions, progress: Progress
 ) -> tuple[Decoder, TextSteps]:
     from services.worker.runners.cpu.ops import ReferenceOps
     from services.worker.runners.cpu.steps import StepBuilder
 
     ops = ReferenceOps()
-    model = weights.load(ops, most_tokens, options, progress)
+    model = weights.load(ops, most_length, options, progress)
     return model, StepBuilder(model, ops, options.block_size).build_texts
 
 
 def _on_gpu(
-    weights: WeightSource, most_tokens: int, options: EngineOptions, progress: Progress
+    weights: WeightSource, most_length: int, options: EngineOptions, progress: Progress
 ) -> tuple[Decoder, TextSteps]:
     from services.worker.runners.cuda.decoder_texts import GpuTextSteps
     from services.worker.runners.cuda.ops import TritonOps, exact_products
 
     exact_products()
     ops = TritonOps()
-    model = weights.load(ops, most_tokens, options, progress)
+    model = weights.load(ops, most_length, options, progress)
     return model, GpuTextSteps(model, ops, options.block_size, model.embedding.dtype)
 
 

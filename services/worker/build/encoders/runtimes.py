@@ -44,6 +44,7 @@ def _load(source: EncoderSource, options: EngineOptions, progress: Progress) -> 
     elif options.engine == "openvino":
         session = OpenvinoTexts(str(file), source.config, threads)
     else:
+        # Its threads take parts of a product as they come: none waits for one without a core.
         session = OnnxTexts(str(file), source.config, options.threads or available_cores())
     progress("weights", 1, 1)
     return session, sum(each.stat().st_size for each in files_of(file)) // _FLOAT_BYTES

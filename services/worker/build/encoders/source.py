@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from services.host import available_memory
 from services.worker.build import memory
+from services.worker.build.assemble import dtype_of, free_gpu_bytes
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.files import _read_json
@@ -22,8 +21,6 @@ from services.worker.models.encoders.ops import EncoderOps
 from services.worker.models.encoders.registry import ENCODERS, encoder_family
 from services.worker.models.raw_config import RawConfig
 from services.worker.options import EngineOptions, Progress
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,10 @@ class EncoderSource:
         reader = reader_of(self.raw.section("quantization_config").values or None, options.quantize)
         checkpoint = self._open()
         if checkpoint is not None:
-            memory.check_weights(_expected_bytes(checkpoint, options), _free_bytes(options), options)
-        dtype, device = _DTYPES[options.numerics.dtype], "cuda" if options.on_gpu else "cpu"
+            # About the bytes that the weights take, without what rounding saves.
+            expected = checkpoint.parameters * dtype_of(options).itemsize
+            memory.check_weights(expected, free_bytes(options), options)
+        dtype, device = dtype_of(options), "cuda" if options.on_gpu else "cpu"
         pooling, meta = self.settings.pooling, reader is not None
         model = Encoder(self.config, self.family, ops, dtype, pooling, device, meta_linears=meta)
         _load(model, checkpoint, reader, progress)
@@ -67,22 +66,17 @@ def supported() -> str:
     return ", ".join(name for each in ENCODERS for name in each.architectures)
 
 
-def read_source(folder: Path) -> EncoderSource:
-    """Read the JSON files of an encoder's folder. Raises CheckpointError."""
-    raw = read_raw(folder)
+def free_bytes(options: EngineOptions) -> int:
+    """Free memory of the options' device."""
+    return free_gpu_bytes() if options.on_gpu else available_memory()
+
+
+def read_source(folder: Path, raw: RawConfig) -> EncoderSource:
+    """Read the JSON files of an encoder's folder beside its config.json. Raises CheckpointError."""
     family = encoder_family(raw.architecture)
     if family is None:
         raise CheckpointError(f"{raw.architecture} is no encoder; encoders are {supported()}")
     return EncoderSource(folder, raw, family, family.read_config(raw), read_sentence_settings(folder))
-
-
-def _free_bytes(options: EngineOptions) -> int:
-    return int(torch.cuda.mem_get_info()[0]) if options.on_gpu else available_memory()
-
-
-def _expected_bytes(checkpoint: Checkpoint, options: EngineOptions) -> int:
-    """About the bytes that the weights take, without what rounding saves."""
-    return checkpoint.parameters * _DTYPES[options.numerics.dtype].itemsize
 
 
 def _load(model: Encoder, checkpoint: Checkpoint | None, reader: WeightReader | None, progress: Progress) -> None:

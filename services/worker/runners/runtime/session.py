@@ -135,13 +135,14 @@ def read_signature(
 
 def _check_shapes(name: str, inputs: Mapping[str, Sequence[Dimension]], config: ModelConfig) -> None:
     for token_input in TOKENS:
-        _check_shape(name, token_input, inputs[token_input], (None, None))
+        check_shape(name, token_input, inputs[token_input], (None, None))
     for past in past_inputs(config.layers):
-        _check_shape(name, past, inputs[past], (None, config.kv_heads, None, config.head_dim))
+        check_shape(name, past, inputs[past], (None, config.kv_heads, None, config.head_dim))
 
 
-def _check_shape(name: str, what: str, shape: Sequence[Dimension], expected: Sequence[Dimension]) -> None:
-    """None in `expected` is a size that has to be free; a fixed one may also be free in the file."""
+def check_shape(name: str, what: str, shape: Sequence[Dimension], expected: Sequence[Dimension]) -> None:
+    """Raises CheckpointError unless the input `what` of a file has this shape. None in `expected` is a size that has to
+    be free; a fixed one may also be free in the file."""
     fits = len(shape) == len(expected) and all(
         found is None or found == wanted for found, wanted in zip(shape, expected, strict=True)
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.worker.errors import CheckpointError
 from services.worker.models.encoders.config import EncoderConfig
-from services.worker.runners.runtime.session import Dimension
+from services.worker.runners.runtime.session import Dimension, check_shape
 
 TOKENS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
 HIDDEN = ("last_hidden_state", "token_embeddings")
@@ -72,8 +72,7 @@ def read_text_signature(
     for unknown in sorted(inputs.keys() - {TOKENS, MASK, SEGMENTS}):
         raise CheckpointError(f"{name} has an input {unknown} that nothing feeds")
     for each, shape in inputs.items():
-        if len(shape) != 2 or any(size is not None for size in shape):
-            raise CheckpointError(f"{name}: input {each} has shape {_sizes(shape)}, ['any', 'any'] is needed")
+        check_shape(name, each, shape, (None, None))
     wanted = (SCORES,) if config.head else HIDDEN
     output = next((each for each in wanted if each in outputs), None)
     if output is None:
@@ -82,7 +81,3 @@ def read_text_signature(
     if outputs[output] and outputs[output][-1] not in (None, width):
         raise CheckpointError(f"{name}: output {output} has {outputs[output][-1]} numbers, config.json says {width}")
     return TextSignature(list(inputs), output)
-
-
-def _sizes(shape: Sequence[Dimension]) -> list[int | str]:
-    return ["any" if size is None else size for size in shape]
