@@ -1,14 +1,13 @@
 """MiniLM's shape with random weights beside ONNX Runtime, engine by engine and server by server. `make bench-embed`.
 
-    python -m bench.mesh.embed [queries] [--json FILE]
+    python -m bench.mesh.embed [queries] [hits] [--json FILE]
 
 Everything runs on this machine, in rounds that alternate; the best of five counts. Weft has the checkpoint and what
 `weft export onnx` writes of it, so that it may let ONNX Runtime compute texts that come alone. Texts are tokens of the
 lengths of search queries: a median of 8, a few up to 40. The engines have two threads each and are called in this
 process: with one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's
 whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
-(`onnx_server.py`); both get the same calls from 1 and from 32 clients. At the end the mesh gets texts whose vectors it
-has.
+(`onnx_server.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh has.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from transformers import BertConfig, BertModel
 
 from bench import table
 from bench.mesh.onnx_server import Texts, encoder
-from bench.mesh.processes import up
+from bench.mesh.processes import Up, up
 from bench.table import Figure
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
@@ -190,15 +189,24 @@ async def measure_queries() -> list[Figure]:
                 for name in served:  # For a second or two, as one would serve.
                     seconds = await _served(served[name], [*some] * SERVED, count)
                     times.setdefault(("server", count, name), []).append(seconds)
-        hits = await hits_ms(over_grpc(served["Weft"]), queries(HITS))
-        over_http = await stack.enter_async_context(Http.to(mesh.http))
-        more = await hits_ms(over_http, queries(HITS, seed=8))
-        hits |= {f"{name}, over HTTP": calls for name, calls in more.items()}
     rows = [(kind, count) for kind in ("engine", "server") for count in (1, CLIENTS)]
-    figures = [figure for kind, count in rows for figure in _figures(times, kind, count)]
-    for name, calls in hits.items():
-        figures.append(Figure(f"{name}, p50", float(np.percentile(calls, 50)), "ms", note=f"{len(calls)} calls"))
-        figures.append(Figure(f"{name}, p99", float(np.percentile(calls, 99)), "ms", "<= 2"))
+    return [figure for kind, count in rows for figure in _figures(times, kind, count)]
+
+
+async def measure_hits() -> list[Figure]:
+    """Calls for vectors that Redis or the gateway has, over gRPC and HTTP, one after the other."""
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="weft-embed-") as home:
+        make_model(folder := Path(home) / "minilm")
+        async with up({}, model=str(folder)) as mesh:
+            keep_pauses_short()  # Long ones of this process would count as the servers'.
+            for seed, (door, calls_at) in enumerate(DOORS.items()):
+                async with calls_at(mesh) as call:
+                    found = await hits_ms(call, queries(HITS, seed))
+                for name, calls in found.items():
+                    p50, p99 = np.percentile(calls, (50, 99))
+                    figures.append(Figure(f"{name} over {door}, p50", float(p50), "ms", note=f"{len(calls)} calls"))
+                    figures.append(Figure(f"{name} over {door}, p99", float(p99), "ms", "<= 2"))
     return figures
 
 
@@ -220,13 +228,16 @@ async def hits_ms(call: Call, texts: Texts) -> dict[str, list[float]]:
     return found
 
 
-def over_grpc(stub: Any) -> Call:
+@contextlib.asynccontextmanager
+async def over_grpc(mesh: Up) -> AsyncIterator[Call]:
     """Calls of `Embed`."""
+    async with aio.insecure_channel(mesh.gateways[0]) as channel:
+        stub = stubs.InferenceStub(channel)
 
-    async def call(text: Sequence[int]) -> bool:
-        return (await embed(stub, text, api.CACHE_POLICY_READ_WRITE)).receipt.result_hit
+        async def call(text: Sequence[int]) -> bool:
+            return (await embed(stub, text, api.CACHE_POLICY_READ_WRITE)).receipt.result_hit
 
-    return call
+        yield call
 
 
 class Http:
@@ -237,9 +248,9 @@ class Http:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def to(cls, address: str) -> "AsyncIterator[Http]":
-        """Connects to host:port."""
-        host, _, port = address.rpartition(":")
+    async def to(cls, mesh: Up) -> "AsyncIterator[Http]":
+        """Connects to the mesh."""
+        host, _, port = mesh.http.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             yield cls(reader, writer)
@@ -258,6 +269,12 @@ class Http:
         return bool(json.loads(fields["weft-receipt"]).get("result_hit"))
 
 
+DOORS: Mapping[str, Callable[[Up], contextlib.AbstractAsyncContextManager[Call]]] = {
+    "gRPC": over_grpc,
+    "HTTP": Http.to,
+}
+
+
 def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, count: int) -> list[Figure]:
     ours, theirs = (min(times[kind, count, name]) for name in ("Weft", "ONNX Runtime"))
     what = f"{count} at a time" if kind == "engine" else f"{count} clients"
@@ -268,7 +285,10 @@ def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, c
     ]
 
 
-PARTS: dict[str, table.Part] = {"queries": ("MiniLM's shape, float32", measure_queries)}
+PARTS: dict[str, table.Part] = {
+    "queries": ("MiniLM's shape, float32", measure_queries),
+    "hits": ("Vectors of MiniLM's shape from the caches", measure_hits),
+}
 
 
 if __name__ == "__main__":
