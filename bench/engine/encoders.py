@@ -1,16 +1,17 @@
-"""Encoders on one GPU: vectors beside transformers' first, then throughput beside the matrix rate of the same run.
+"""Encoders, and a decoder that embeds, on one GPU: vectors beside transformers' first, then throughput.
 
-    python -m bench.engine.encoders [--shapes minilm bert-base] [--quantize fp8] [--out FILE]
+    python -m bench.engine.encoders [--shapes minilm bert-base qwen3-0.6b] [--quantize fp8] [--out FILE]
 
-Random weights in the shapes of MiniLM-L6 and BERT-base (BGE-base), bfloat16. A share is that of the rate of products
-of 8192 x 8192 x 8192: the network's multiplications and additions, attention's included, over seconds and that rate. It
-is measured for as long as the batches, just before them, so that the GPU's clocks are those of the batches.
-Batches pass through the runner from token ids to vectors on the host, two in flight. Latency is measured through the
-engine: jobs as gateways send them arrive at random at 70% of the measured throughput. The exit code is 1 if vectors
-differ.
+Random weights in the shapes of MiniLM-L6, BERT-base (BGE-base) and Qwen3-Embedding-0.6B, bfloat16. A share is that of
+the rate of products of 8192 x 8192 x 8192: the network's multiplications and additions, attention's included, over
+seconds and that rate. It is measured for as long as the batches, just before them, so that the clocks are those of
+the batches. Batches pass through the runner from token ids to vectors on the host, two in flight. Latency is measured
+through the engine: jobs as gateways send them arrive at random at 70% of the measured throughput. The exit code is 1 if
+vectors differ.
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -34,7 +35,7 @@ from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
 from services.worker.job import EncodeTask, Job, SamplingParams, StepOutput
 from services.worker.options import EngineOptions
 from services.worker.runners.base import TextTokens
-from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, LaunchedBatch
+from services.worker.runners.cuda.encoders.runner import GpuTextRunner, LaunchedBatch
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "minilm": {
@@ -43,7 +44,12 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "bert-base": {
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     },
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151669,
+    },
 }  # fmt: skip
+"""A shape with heads of keys and values is that of a decoder, whose last token's vector counts."""
 LENGTH, QUERY = 256, 8
 JOB_TEXTS = 16
 BATCHES = (1, 8, 32, 256)
@@ -61,23 +67,49 @@ def texts(count: int, length: int) -> list[TextTokens]:
 
 def operations(shape: Mapping[str, int], tokens: int, length: int) -> float:
     """Multiplications and additions of texts of one length."""
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    token = 2 * (4 * hidden * hidden + 2 * hidden * inner) + 4 * length * hidden
-    return float(shape["num_hidden_layers"] * tokens * token)
+    hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    of_keys = shape.get("num_key_value_heads", heads)
+    width = heads * shape.get("head_dim", hidden // heads)
+    products = hidden * width * (2 + 2 * of_keys / heads) + (3 if is_decoder(shape) else 2) * hidden * inner
+    seen = length / 2 if is_decoder(shape) else length
+    return float(shape["num_hidden_layers"] * tokens * (2 * products + 4 * width * seen))
+
+
+def is_decoder(shape: Mapping[str, int]) -> bool:
+    """Whether its tokens see earlier ones alone."""
+    return "num_key_value_heads" in shape
 
 
 def make_model(shape: Mapping[str, int], folder: Path) -> Any:
     """A checkpoint with random weights -> transformers' model of it, in float32 on the CPU."""
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel, Qwen3Config, Qwen3Model
 
     torch.manual_seed(0)
-    make: Any = BertModel
-    model = make(BertConfig(**shape), add_pooling_layer=False).eval()
+    if not is_decoder(shape):
+        make: Any = BertModel
+        model = make(BertConfig(**shape), add_pooling_layer=False).eval()
+        model.save_pretrained(folder)
+        return model
+    make = Qwen3Model
+    model = make(Qwen3Config(**shape)).eval().bfloat16()
     model.save_pretrained(folder)
-    return model
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return model.float()
 
 
-def cosine(model: Any, runner: GpuEncoderRunner) -> float:
+def pooled(model: Any, text: TextTokens) -> torch.Tensor:
+    """What transformers makes of a text alone, pooled."""
+    hidden: torch.Tensor = model(input_ids=torch.tensor([list(text.token_ids)])).last_hidden_state[0]
+    return hidden[-1] if model.config.model_type == "qwen3" else hidden.mean(0)
+
+
+def cosine(model: Any, runner: GpuTextRunner[Any]) -> float:
     """The least cosine of vectors and those of transformers, of texts of mixed lengths alone and in a full batch."""
     batch = texts(3, LENGTH) + texts(3, QUERY) + texts(1, 1) + texts(1, 500)
     left = runner.most_tokens - sum(len(text.token_ids) for text in batch)
@@ -85,12 +117,11 @@ def cosine(model: Any, runner: GpuEncoderRunner) -> float:
     got = torch.stack([torch.from_numpy(runner.collect(runner.launch(each))[: len(batch)].copy())
                        for each in (batch, full)])  # fmt: skip
     with torch.inference_mode():
-        hidden = [model(input_ids=torch.tensor([list(text.token_ids)])).last_hidden_state[0] for text in batch]
-    want = torch.stack([states.mean(0) for states in hidden])
+        want = torch.stack([pooled(model, text) for text in batch])
     return float(torch.nn.functional.cosine_similarity(got, want, dim=2).min())
 
 
-def throughput(runner: GpuEncoderRunner, count: int, length: int) -> float:
+def throughput(runner: GpuTextRunner[Any], count: int, length: int) -> float:
     """Texts per second of batches of `count` texts, as many as fit into each of the runner's batches."""
     fit = max(1, min(count, runner.most_texts, runner.most_tokens // length))
     given = [texts(fit, length) for _ in range(4)]
@@ -114,7 +145,7 @@ def throughput(runner: GpuEncoderRunner, count: int, length: int) -> float:
     return done / (time.perf_counter() - begin)
 
 
-def alone_ms(runner: GpuEncoderRunner, length: int) -> list[float]:
+def alone_ms(runner: GpuTextRunner[Any], length: int) -> list[float]:
     """Milliseconds of one text after another, from tokens to its vector."""
     (text,) = texts(1, length)
     times = []
@@ -176,10 +207,10 @@ def measure(name: str, options: EngineOptions) -> list[Figure]:
         began = time.perf_counter()
         model = make_model(shape, Path(home))
         written = time.perf_counter()
-        built = build_encoder(Path(home), resolve_engine(options, encodes=True), lambda *_: None)
+        built = build_encoder(Path(home), resolve_engine(options, Path(home), encodes=True), lambda *_: None)
         started = time.perf_counter() - written
     runner: Any = built.engine.runner
-    assert isinstance(runner, GpuEncoderRunner)
+    assert isinstance(runner, GpuTextRunner)
     least = LEAST_COSINE[options.quantize or ""]
     figures = [
         Figure("start, kernels compiled", started, "s", note=f"checkpoint written in {written - began:.1f} s"),
@@ -213,7 +244,7 @@ def measure(name: str, options: EngineOptions) -> list[Figure]:
 def main() -> int:
     """The program. -> its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["minilm", "bert-base"])
     parser.add_argument("--quantize", choices=[name for name in LEAST_COSINE if name])
     parser.add_argument("--step-tokens", type=int, help="most tokens of a batch; absent: as it serves")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")

@@ -215,18 +215,18 @@ def plan_attention(
 ) -> AttentionPlan:
     """Allocate a plan and schedule it. starts int32 [R + 1], contexts int32 [R], tables int32 [R, B], on the device.
 
-    short_tokens: rows of up to this many tokens share the split kernel (1 for decode, k + 1 for verification).
+    short_tokens: rows of up to this many tokens share the split kernel (1 for decode, k + 1 for verification; 0: none).
     long_tokens: the tokens of longer rows, at most; 0 if there are none. plain: scores have neither cap nor sinks; the
     kernel for few rows on a Hopper takes no others.
     """
     rows, device = contexts.shape[0], starts.device
     config = config or config_for(dim, dtype, rows, short_tokens=short_tokens)
     share = heads // kv_heads
-    lines = triton.next_power_of_2(short_tokens * share)
+    lines = triton.next_power_of_2(max(1, short_tokens) * share)
     decode = config.decode if plain and window is None and is_hopper(device) else None
     if decode and not decode.serve(rows * kv_heads, lines, dim, block_size, dtype):
         decode = None
-    alone = window or short_tokens > 1 or decode
+    alone = window or short_tokens != 1 or decode
     shared = None if alone else _shared_prefixes(config, rows, kv_heads, lines, dim, device)
     programs = decode.programs if decode else config.split_programs
     pieces = rows * kv_heads + programs

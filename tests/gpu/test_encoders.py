@@ -152,7 +152,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, family: str, dtype: s
         if dtype == "float32":
             np.testing.assert_allclose(own, reference_, atol=5e-4)
     runner: Any = built.engine.runner
-    assert runner.model.embedding.is_cuda
+    assert runner.network.model.embedding.is_cuda
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

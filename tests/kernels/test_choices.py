@@ -30,6 +30,8 @@ from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Scores
 from kernels.quantized_weights import Int4Weight, quantize_fp8
+from services.worker.runners.cuda.encoders.decoder_network import LAYER_WORK
+from services.worker.runners.cuda.encoders.encoder_network import LAUNCH_WORK
 from services.worker.runners.cuda.encoders.runner import captured_sizes, is_padded
 
 BF16 = torch.bfloat16
@@ -261,18 +263,24 @@ MINILM, BERT_BASE = 10.6e6, 85e6
 
 
 def test_batches_of_small_encoders_are_captured_in_all_sizes() -> None:
-    sizes = captured_sizes(MINILM, 32768)
+    sizes = captured_sizes(MINILM, LAUNCH_WORK, 32768)
     assert sizes[-3:] == [28672, 30720, 32768]
-    assert all(is_padded(MINILM, below + 1, size) for below, size in pairwise(sizes))
+    assert all(is_padded(MINILM, LAUNCH_WORK, below + 1, size) for below, size in pairwise(sizes))
 
 
 def test_batches_of_larger_encoders_are_captured_if_they_are_small_or_full() -> None:
-    sizes = captured_sizes(BERT_BASE, 32768)
+    sizes = captured_sizes(BERT_BASE, LAUNCH_WORK, 32768)
     assert sizes[-2:] == [1024, 32768]
-    assert is_padded(BERT_BASE, 513, 768)
-    assert is_padded(BERT_BASE, 32768 - 200, 32768)
-    assert not is_padded(BERT_BASE, 1025, 32768)
-    assert captured_sizes(BERT_BASE, 100) == [16, 32, 64, 96, 100]
+    assert is_padded(BERT_BASE, LAUNCH_WORK, 513, 768)
+    assert is_padded(BERT_BASE, LAUNCH_WORK, 32768 - 200, 32768)
+    assert not is_padded(BERT_BASE, LAUNCH_WORK, 1025, 32768)
+    assert captured_sizes(BERT_BASE, LAUNCH_WORK, 100) == [16, 32, 64, 96, 100]
+
+
+def test_batches_of_decoders_that_keep_the_gpu_busy_are_not_captured() -> None:
+    layers, weights = 28, 0.44e9  # of Qwen3-Embedding-0.6B
+    assert captured_sizes(weights, layers * LAYER_WORK, 32768)[-3:] == [6144, 8192, 32768]
+    assert captured_sizes(7e9, 32 * LAYER_WORK, 8192)[-3:] == [384, 512, 8192]
 
 
 # ---- processes beside this one ----

@@ -21,16 +21,17 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.encoders.config import EncoderConfig
 from services.worker.models.encoders.encoder import Encoder
 from services.worker.models.families import bert
-from services.worker.runners.base import TextTokens
+from services.worker.runners.base import EncoderRunner, TextTokens
+from services.worker.runners.cpu.decoder_texts import DecoderTextRunner
 from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
 from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.steps import StepBuilder
-from services.worker.runners.cuda.decoder_texts import GpuTextSteps
+from services.worker.runners.cuda.encoders.decoder_network import DecoderNetwork
+from services.worker.runners.cuda.encoders.encoder_network import EncoderNetwork
 from services.worker.runners.cuda.encoders.ops import TritonEncoderOps
-from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, lay_out
+from services.worker.runners.cuda.encoders.runner import GpuTextRunner
 from services.worker.runners.cuda.ops import TritonOps
-from services.worker.runners.decoder_texts import DecoderTextRunner
 from services.worker.runners.packed_ids import pack
 from tests.kernels.cases import DEVICE, close, poison, rand
 from tests.tiny_config import tiny_config
@@ -135,13 +136,40 @@ def random_texts(lengths: Sequence[int], vocab: int) -> list[TextTokens]:
     return [TextTokens(text, len(text) // 2 if place % 2 else 0) for place, text in enumerate(ids)]
 
 
-def as_captured(runner: GpuEncoderRunner, batch: Sequence[TextTokens], tokens: int) -> torch.Tensor:
+def as_captured(runner: GpuTextRunner[Any], batch: Sequence[TextTokens], tokens: int) -> torch.Tensor:
     """The vectors of a batch with padding for this number of tokens, and for as many texts as there may be."""
-    sizes = runner.sizes(tokens, runner.most_texts)
+    network = runner.network
+    sizes = network.sizes(tokens, runner.most_texts)
     words = np.empty(sizes.words, np.int32)
-    lay_out(pack(batch, 0), sizes, words)
+    network.lay_out(pack(batch, 0), sizes, words)
     runner.words[: sizes.words] = torch.from_numpy(words).to(DEVICE)
-    return runner.forward(sizes)
+    return network.forward(runner.words, sizes)
+
+
+BATCHES = ([1], [90, 1, 64, 65, 7], [30, 30, 2, 1, 1, 5, 90, 3, 63])
+"""Lengths of the texts."""
+
+
+def check_runner(
+    runner: GpuTextRunner[Any],
+    expected: EncoderRunner[Any],
+    vocab: int,
+    tolerance: float,
+    batches: Sequence[Sequence[int]] = BATCHES,
+) -> None:
+    """Batches in the GPU's runner and in the CPU's, also padded as a captured one is, and two in flight."""
+    before = runner.computed_tokens
+    launched = [runner.launch(random_texts([1, 80, 33], vocab)), runner.launch(random_texts([7] * 9, vocab))]
+    assert all(np.isfinite(runner.collect(each)).all() for each in launched)
+    assert runner.computed_tokens == before + 114 + 63
+    for lengths in batches:
+        batch = random_texts(lengths, vocab)
+        want = torch.from_numpy(expected.collect(expected.launch(batch)))
+        got = torch.from_numpy(runner.collect(runner.launch(batch)).copy())
+        assert got.shape == want.shape
+        assert float((got - want).norm() / want.norm()) < tolerance
+        padded = as_captured(runner, batch, 300)[: len(batch)].float().cpu()
+        assert float((padded - want).norm() / want.norm()) < tolerance
 
 
 def check_batches(dtype: torch.dtype, layers: int = 2, heads: int = 4, hidden: int = 96) -> None:
@@ -157,23 +185,13 @@ def check_batches(dtype: torch.dtype, layers: int = 2, heads: int = 4, hidden: i
         for view, other in zip(views, wanted[name], strict=True):
             other.copy_(torch.randn(other.shape) * 0.15 + (name.endswith("weight") and other.ndim == 1))
             view.copy_(other)
-    runner, expected = GpuEncoderRunner(own, 300, 9), CpuEncoderRunner(its, 300)
-    launched = [runner.launch(random_texts([1, 80, 33], 70)), runner.launch(random_texts([7] * 9, 70))]
-    assert all(np.isfinite(runner.collect(each)).all() for each in launched)
-    for lengths in ([1], [90, 1, 64, 65, 7], [30, 30, 2, 1, 1, 5, 90, 3, 63]):
-        batch = random_texts(lengths, 70)
-        want = torch.from_numpy(expected.collect(expected.launch(batch)))
-        got = torch.from_numpy(runner.collect(runner.launch(batch)).copy())
-        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-        assert float((got - want).norm() / want.norm()) < tolerance
-        padded = as_captured(runner, batch, 300)[: len(batch)].cpu()
-        assert float((padded - want).norm() / want.norm()) < tolerance
-    assert runner.computed_tokens == expected.computed_tokens + 114 + 63
+    runner = GpuTextRunner(EncoderNetwork(own), 300, 9)
+    check_runner(runner, CpuEncoderRunner(its, 300), 70, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
-def check_decoder_texts(dtype: torch.dtype, **model: Any) -> None:
-    """Texts in a decoder that embeds, by the GPU's steps and kernels and by the CPU's, in blocks that texts before have
-    left. `model` are fields of the model's configuration."""
+def check_decoder_texts(dtype: torch.dtype, batches: Sequence[Sequence[int]] = BATCHES, **model: Any) -> None:
+    """Texts in a decoder that embeds, by the GPU's network and by the CPU's, in blocks that texts before have left.
+    `model` are fields of the model's configuration."""
     config = tiny_config(**{**model, "tied_embeddings": True})
     fast, exact = TritonOps(), ReferenceOps()
     own, its = Decoder(config, fast, dtype, 128, DEVICE), Decoder(config, exact, torch.float32, 128)
@@ -182,20 +200,12 @@ def check_decoder_texts(dtype: torch.dtype, **model: Any) -> None:
         for view, other in zip(views, wanted[name], strict=True):
             other.copy_(torch.randn(other.shape) * 0.15 + (name.endswith("weight") and other.ndim == 1))
             view.copy_(other)
-    steps = GpuTextSteps(own, fast, 16, dtype), StepBuilder(its, exact, 16).build_texts
-    for pooling, labels in ((Pooling.LAST, None), (Pooling.MEAN, None), (Pooling.LAST, torch.randn(3, 48))):
-        runner, expected = (
-            DecoderTextRunner(
-                each, build, make_layers(config, 22, 16, kind, device), 16, 300, pooling,
-                None if labels is None else labels.to(device, kind),
-            )
-            for each, build, kind, device in (
-                (own, steps[0], dtype, DEVICE), (its, steps[1], torch.float32, "cpu"),
-            )
+    for pooling, labels in ((Pooling.MEAN, None), (Pooling.LAST, torch.randn(3, 48))):
+        network = DecoderNetwork(
+            own, fast, make_layers(config, 28, 16, dtype, DEVICE), 90, 9, pooling,
+            None if labels is None else labels.to(DEVICE, dtype),
         )  # fmt: skip
-        for lengths in ([1], [90, 1, 64, 65, 7], [30, 30, 2, 1, 1, 5, 90, 3, 63]):
-            batch = random_texts(lengths, 50)
-            want = torch.from_numpy(expected.collect(expected.launch(batch)))
-            got = torch.from_numpy(runner.collect(runner.launch(batch)))
-            assert got.shape == want.shape
-            assert float((got - want).norm() / want.norm()) < (1e-4 if dtype == torch.float32 else 3e-2)
+        pools = make_layers(config, 28, 16, torch.float32, "cpu")
+        expected = DecoderTextRunner(StepBuilder(its, exact, 16), pools, 300, pooling, labels)
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        check_runner(GpuTextRunner(network, 300, 9), expected, 50, tolerance, batches)

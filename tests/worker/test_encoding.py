@@ -18,7 +18,8 @@ from services.worker.engine.encoding import EncodingEngine
 from services.worker.job import EncodeTask, Ended, EndReason, Job, SamplingParams, StepOutput
 from services.worker.planner.dynamic_batch import DynamicBatch
 from services.worker.runners.base import EncoderRunner, TextTokens
-from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, Sizes
+from services.worker.runners.cuda.encoders.encoder_network import EncoderNetwork, EncoderSizes
+from services.worker.runners.cuda.encoders.runner import GpuTextRunner
 
 POISON, LATE_POISON, NAN = 666, 667, 13
 MOST_TOKENS, MOST_LENGTH = 64, 32
@@ -57,24 +58,26 @@ class SumRunner:
         return np.array([[len(text.token_ids), total] for text, total in zip(launched, sums, strict=True)], np.float32)
 
 
-class FirstTokenRunner(GpuEncoderRunner):
-    """The GPU's runner on a CPU, with a network whose vectors are a text's first token. The first launch fails."""
+class FirstTokens(EncoderNetwork):
+    """A network on a CPU whose vectors are a text's first token. The first batch fails."""
 
     def __init__(self) -> None:
         model = SimpleNamespace(
             embedding=torch.zeros(1, 4),
-            config=SimpleNamespace(layers=1, unique_layers=1, first_position=0, head_dim=32),
+            config=SimpleNamespace(
+                layers=1, unique_layers=1, first_position=0, head_dim=32, context_length=MOST_LENGTH
+            ),
             projections=lambda: [SimpleNamespace(linear=SimpleNamespace(inputs=1, outputs=1))],
             width=1,
         )
-        super().__init__(model, MOST_TOKENS, 4)  # type: ignore[arg-type]
+        super().__init__(model)  # type: ignore[arg-type]
         self.fails = True
 
-    def forward(self, sizes: Sizes) -> Tensor:
+    def forward(self, words: Tensor, sizes: EncoderSizes, /) -> Tensor:
         if self.fails:
             self.fails = False
             raise torch.OutOfMemoryError("once")
-        token_ids, starts = self.words[sizes.parts[0]], self.words[sizes.parts[3]]
+        token_ids, starts = words[sizes.parts[0]], words[sizes.parts[3]]
         return token_ids[starts[:-1]].float()[:, None]
 
 
@@ -166,7 +169,7 @@ def test_a_poisoned_text_fails_alone(depth: int) -> None:
 
 
 def test_a_batch_in_flight_keeps_its_vectors_while_parts_of_a_failed_one_are_computed() -> None:
-    engine = engine_of(FirstTokenRunner(), most_texts=4)
+    engine = engine_of(GpuTextRunner(FirstTokens(), MOST_TOKENS, 4), most_texts=4)
     for key in (1, 2, 3):
         engine.submit(job(key, *([10 * key + text] * 4 for text in range(4))))
     with Ends(engine) as ends:

@@ -19,7 +19,7 @@ from services.worker.build.export import export
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
 from services.worker.runners.base import TextTokens
-from services.worker.runners.decoder_texts import DecoderTextRunner
+from services.worker.runners.cpu.decoder_texts import DecoderTextRunner
 from tests.checkpoints import BOS, CONTEXT, EOS, make_checkpoint
 from tests.encoders import add_modules
 from tests.worker.drive import prompt_of

@@ -102,13 +102,14 @@ def _make_runner(
 
         return make_runtime_runner(source, most_tokens, options, progress)
     if options.on_gpu:
+        from services.worker.runners.cuda.encoders.encoder_network import EncoderNetwork
         from services.worker.runners.cuda.encoders.ops import TritonEncoderOps
-        from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner
+        from services.worker.runners.cuda.encoders.runner import GpuTextRunner
         from services.worker.runners.cuda.ops import exact_products
 
         exact_products()
         model, parameters = source.load(TritonEncoderOps(), options, progress)
-        runner = GpuEncoderRunner(model, most_tokens, options.max_batch_size)
+        runner = GpuTextRunner(EncoderNetwork(model), most_tokens, options.max_batch_size)
         runner.warm_up(lambda done, total: progress("graphs", done, total))
         return runner, parameters
     from services.worker.build.encoders.lone_texts import with_lone_texts

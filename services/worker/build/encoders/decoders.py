@@ -28,7 +28,7 @@ from services.worker.models.family import Part
 from services.worker.models.raw_config import RawConfig
 from services.worker.models.registry import causal_name, family_of
 from services.worker.options import EngineOptions, Progress
-from services.worker.runners.decoder_texts import DecoderTextRunner, TextSteps
+from services.worker.runners.base import EncoderRunner
 
 _SCORES = "score.weight"
 """The head of ForSequenceClassification [labels, hidden]."""
@@ -63,7 +63,7 @@ def read_decoder_source(folder: Path, raw: RawConfig) -> DecoderSource:
 
 def make_decoder_runner(
     source: DecoderSource, most_length: int, most_tokens: int, options: EngineOptions, progress: Progress
-) -> tuple[DecoderTextRunner, int]:
+) -> tuple[EncoderRunner[Any], int]:
     """The runner with its weights on the options' device, for texts of up to `most_length` tokens, and the numbers in
     the checkpoint. Raises CheckpointError."""
     if options.engine not in _ENGINES:
@@ -82,12 +82,7 @@ def make_decoder_runner(
             "set MAX_SEQ_LENGTH and WEFT_STEP_TOKENS"
         )
     make = _on_gpu if options.on_gpu else _on_cpu
-    model, steps = make(weights, most_length, options, progress)
-    pools = make_layers(config, blocks, options.block_size, dtype, model.embedding.device)
-    labels = _read_labels(source, dtype).to(model.embedding.device) if source.config.head else None
-    pooling = source.settings.pooling
-    runner = DecoderTextRunner(model, steps, pools, options.block_size, most_tokens, pooling, labels)
-    return runner, weights.parameters
+    return make(source, weights, blocks, most_length, most_tokens, options, progress), weights.parameters
 
 
 def _refuse(raw: RawConfig) -> None:
@@ -148,35 +143,58 @@ def _tensor_names(config: ModelConfig) -> Callable[[str], str | None]:
 
 
 def _on_cpu(
-    weights: WeightSource, most_length: int, options: EngineOptions, progress: Progress
-) -> tuple[Decoder, TextSteps]:
+    source: DecoderSource,
+    weights: WeightSource,
+    blocks: int,
+    most_length: int,
+    most_tokens: int,
+    options: EngineOptions,
+    progress: Progress,
+) -> EncoderRunner[Any]:
+    from services.worker.runners.cpu.decoder_texts import DecoderTextRunner
     from services.worker.runners.cpu.ops import ReferenceOps
     from services.worker.runners.cpu.steps import StepBuilder
 
     ops = ReferenceOps()
     model = weights.load(ops, most_length, options, progress)
-    return model, StepBuilder(model, ops, options.block_size).build_texts
+    pools = make_layers(model.config, blocks, options.block_size, model.embedding.dtype, "cpu")
+    steps = StepBuilder(model, ops, options.block_size)
+    return DecoderTextRunner(steps, pools, most_tokens, source.settings.pooling, _read_labels(source, model))
 
 
 def _on_gpu(
-    weights: WeightSource, most_length: int, options: EngineOptions, progress: Progress
-) -> tuple[Decoder, TextSteps]:
-    from services.worker.runners.cuda.decoder_texts import GpuTextSteps
+    source: DecoderSource,
+    weights: WeightSource,
+    blocks: int,
+    most_length: int,
+    most_tokens: int,
+    options: EngineOptions,
+    progress: Progress,
+) -> EncoderRunner[Any]:
+    from services.worker.runners.cuda.encoders.decoder_network import DecoderNetwork
+    from services.worker.runners.cuda.encoders.runner import GpuTextRunner
     from services.worker.runners.cuda.ops import TritonOps, exact_products
 
     exact_products()
-    ops = TritonOps()
+    ops, most_texts = TritonOps(), options.max_batch_size
     model = weights.load(ops, most_length, options, progress)
-    return model, GpuTextSteps(model, ops, options.block_size, model.embedding.dtype)
+    pools = make_layers(model.config, blocks, options.block_size, model.embedding.dtype, model.embedding.device)
+    labels = _read_labels(source, model)
+    network = DecoderNetwork(model, ops, pools, most_length, most_texts, source.settings.pooling, labels)
+    runner = GpuTextRunner(network, most_tokens, most_texts)
+    runner.warm_up(lambda done, total: progress("graphs", done, total))
+    return runner
 
 
-def _read_labels(source: DecoderSource, dtype: torch.dtype) -> Tensor:
-    """The weights of the head. Raises CheckpointError."""
+def _read_labels(source: DecoderSource, model: Decoder) -> Tensor | None:
+    """The weights of the head on the model's device; None: there is none. Raises CheckpointError."""
     config = source.config
-    assert config.head is not None, "no head"
+    if config.head is None:
+        return None
+    at = model.embedding
     shape = (len(config.head.labels), config.hidden_size)
     if presets.is_random(source.folder):
-        return torch.empty(shape).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return torch.empty(shape).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).to(at)
     checkpoint = open_checkpoint(source.folder)
     if _SCORES not in checkpoint.headers:
         raise CheckpointError(f"tensor {_SCORES} is missing")
@@ -184,4 +202,4 @@ def _read_labels(source: DecoderSource, dtype: torch.dtype) -> Tensor:
         found = list(checkpoint.headers[_SCORES].shape)
         raise CheckpointError(f"tensor {_SCORES} has shape {found}, config.json says {list(shape)}")
     with checkpoint.opened() as read:
-        return read(_SCORES).to(dtype)
+        return read(_SCORES).to(at)

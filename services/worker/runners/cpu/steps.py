@@ -43,7 +43,3 @@ class StepBuilder:
             plans={w: plan(lengths, contexts, tables, size, w, dtype) for w in set(model.config.windows)},
             sampled=None if len(last) == len(positions) else torch.from_numpy(last),
         )
-
-    def build_texts(self, token_ids: Ints, lengths: Ints, tables: Ints, whole: bool, /) -> StepTensors:
-        """A batch of texts, as in `runners.decoder_texts.TextSteps`."""
-        return self.build(token_ids, lengths, lengths, tables, lengths if whole else np.ones_like(lengths))
