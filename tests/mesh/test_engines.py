@@ -24,13 +24,11 @@ TOKENS = 400
 TOLERANCE = 2e-4
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["onnxruntime"])
-async def mesh(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, exported_gpt2: Path
-) -> AsyncIterator[Mesh]:
-    """Two workers of an engine."""
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, exported_gpt2: Path) -> AsyncIterator[Mesh]:
+    """Two workers, which find an export without weights."""
     settings = {
-        "ENGINE": request.param,
+        "ENGINE": "auto",
         "SERVED_MODEL_NAME": "tiny",
         "WEFT_KV_BLOCKS": "1024",
         "MAX_BATCH_SIZE": str(STREAMS),
@@ -40,9 +38,9 @@ async def mesh(
         yield running
 
 
-async def test_a_model_says_its_engine(mesh: Mesh) -> None:
+async def test_auto_takes_the_engine_of_the_export_and_the_model_says_so(mesh: Mesh) -> None:
     (model,) = (await mesh.stub().ListModels(api.ListModelsRequest())).models
-    assert (model.engine, model.architecture) == (mesh.worker_env["ENGINE"], "GPT2LMHeadModel")
+    assert (model.engine, model.architecture) == ("onnxruntime", "GPT2LMHeadModel")
     cells = [list(column.cells) for column in models_table([model], 200).columns]
     assert [model.engine] in cells
 

@@ -1,5 +1,6 @@
 """The engine and device that a worker chooses, and the name of its model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ def test_auto_chooses_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_engine(WorkerSettings(engine="auto")).engine == "torch"
     with pytest.raises(CheckpointError, match="ENGINE=gpu needs a GPU"):
         resolve_engine(WorkerSettings(engine="gpu"))
+
+
+def test_batches_of_a_decoder_are_smaller_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, tokens in (("BertModel", 32768), ("Qwen3Model", 8192)):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+        assert resolve_engine(WorkerSettings(), tmp_path, encodes=True).step_tokens == tokens
+        assert resolve_engine(WorkerSettings(step_tokens=999), tmp_path, encodes=True).step_tokens == 999
 
 
 @pytest.mark.parametrize(
@@ -64,6 +73,28 @@ def test_auto_leaves_a_folder_with_an_export_to_torch(
     assert resolve_engine(WorkerSettings(quantize="int4"), folder).engine == "openvino"
     (folder / "model.onnx").touch()
     assert resolve_engine(WorkerSettings(quantize="int4"), folder).engine == "torch"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_auto_computes_an_export_that_comes_without_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    installed = {"onnxruntime", "openvino"}
+    monkeypatch.setattr(runtimes, "find_version", lambda package: "1.0" if package in installed else "")
+    (tmp_path / "config.json").write_text("{}")
+    chosen = []
+    for added in ("model.pt2", "model.onnx", "model.safetensors"):
+        (tmp_path / added).touch()
+        chosen.append(resolve_engine(WorkerSettings(), tmp_path).engine)
+    assert chosen == ["exported", "onnxruntime", "gpu" if gpu else "torch"]
+    (tmp_path / "model.safetensors").unlink()
+    assert resolve_engine(WorkerSettings(engine="exported"), tmp_path).engine == "exported"
+    for removed, engine in (("onnxruntime", "openvino"), ("openvino", "exported")):
+        installed.remove(removed)
+        assert resolve_engine(WorkerSettings(), tmp_path).engine == engine
+    (tmp_path / "model.pt2").unlink()  # The one that is not installed is named.
+    assert resolve_engine(WorkerSettings(), tmp_path).engine == "onnxruntime"
 
 
 def test_auto_chooses_the_gpu_in_deterministic_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:

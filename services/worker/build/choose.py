@@ -18,7 +18,11 @@ from services.worker.errors import CheckpointError
 from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.loader.config import read_config
 from services.worker.loader.exports import has_export
+from services.worker.loader.files import _read_json
+from services.worker.loader.weight_files import weight_files
 from services.worker.models.config import ModelConfig
+from services.worker.models.encoders.registry import encoder_family
+from services.worker.models.raw_config import RawConfig
 from services.worker.options import RUNTIMES, EngineOptions, Progress
 
 log = logging.getLogger(__name__)
@@ -38,7 +42,10 @@ _GPU_ENCODER_DEFAULTS: Mapping[str, object] = {
     "dtype": "bfloat16",
 }
 """No answer waits for an encoder's batch to end, so it may be large; and texts gather while the one before is computed,
-so they wait less when none is."""
+so they wait less when none is. The network of a decoder takes longer, so its batches have as many tokens as steps."""
+
+_READERS = ("onnxruntime", "openvino", "exported")
+"""Engines that compute exported files anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,10 @@ def resolve_engine(settings: Options, folder: Path | None = None, *, encodes: bo
     choice that depends on it. encodes: it is of an encoder, which leaves `auto` as it is where there is no GPU. Raises
     CheckpointError."""
     engine, chosen = settings.engine, dict[str, object]()
-    defaults = _GPU_ENCODER_DEFAULTS if encodes else _GPU_DEFAULTS
-    if engine in ("auto", "gpu"):
+    defaults = _encoder_defaults(folder) if encodes else _GPU_DEFAULTS
+    if engine == "auto" and folder is not None and (own := _engine_of_export(folder)):
+        chosen = {"engine": own}
+    elif engine in ("auto", "gpu"):
         import torch
 
         if torch.cuda.is_available():
@@ -76,6 +85,25 @@ def resolve_engine(settings: Options, folder: Path | None = None, *, encodes: bo
     settings = settings.model_copy(update=chosen)
     # Each sequence of the batch has at least one token in a step.
     return settings.model_copy(update={"step_tokens": max(settings.step_tokens, settings.max_batch_size)})
+
+
+def _engine_of_export(folder: Path) -> str:
+    """The engine for a folder that has an export but no weights, an installed one if there is any; empty: the folder
+    has weights or no export."""
+    from services.worker.build import runtimes
+
+    if weight_files(folder):
+        return ""
+    able = [engine for engine in _READERS if has_export(folder, engine)]
+    installed = [engine for engine in able if engine == "exported" or runtimes.find_version(engine)]
+    return next(iter(installed or able), "")
+
+
+def _encoder_defaults(folder: Path | None) -> Mapping[str, object]:
+    """The defaults on a GPU for the texts of this folder."""
+    if folder is None or encoder_family(RawConfig(_read_json(folder / "config.json")).architecture):
+        return _GPU_ENCODER_DEFAULTS
+    return {**_GPU_ENCODER_DEFAULTS, "step_tokens": _GPU_DEFAULTS["step_tokens"]}
 
 
 def _openvino_is_faster(folder: Path, options: EngineOptions) -> bool:
