@@ -48,10 +48,12 @@ def vectors(built: BuiltEncoder, texts: list[list[int]] = TEXTS) -> Floats:
 
 
 @torch.inference_mode()
-def expected(folder: Path, pool: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[-1]) -> Floats:
+def expected(
+    folder: Path, pool: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[-1], texts: list[list[int]] = TEXTS
+) -> Floats:
     """What transformers and the pooling make of each text alone."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    states = [model(input_ids=torch.tensor([text])).last_hidden_state[0] for text in TEXTS]
+    states = [model(input_ids=torch.tensor([text])).last_hidden_state[0] for text in texts]
     return np.stack([pool(state).numpy() for state in states])
 
 

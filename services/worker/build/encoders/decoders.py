@@ -61,6 +61,18 @@ def read_decoder_source(folder: Path, raw: RawConfig) -> DecoderSource:
     return DecoderSource(folder, raw, config, replace(settings, pooling=Pooling.LAST) if config.head else settings)
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a worker has room for."""
+
+    most_length: int
+    """Tokens of a text."""
+    most_tokens: int
+    """Tokens of a batch."""
+    blocks: int
+    """Of keys and values, for the tokens of a batch in blocks that no two texts share."""
+
+
 def make_decoder_runner(
     source: DecoderSource, most_length: int, most_tokens: int, options: EngineOptions, progress: Progress
 ) -> tuple[EncoderRunner[Any], int]:
@@ -82,7 +94,7 @@ def make_decoder_runner(
             "set MAX_SEQ_LENGTH and WEFT_STEP_TOKENS"
         )
     make = _on_gpu if options.on_gpu else _on_cpu
-    return make(source, weights, blocks, most_length, most_tokens, options, progress), weights.parameters
+    return make(source, weights, _Room(most_length, most_tokens, blocks), options, progress), weights.parameters
 
 
 def _refuse(raw: RawConfig) -> None:
@@ -143,33 +155,21 @@ def _tensor_names(config: ModelConfig) -> Callable[[str], str | None]:
 
 
 def _on_cpu(
-    source: DecoderSource,
-    weights: WeightSource,
-    blocks: int,
-    most_length: int,
-    most_tokens: int,
-    options: EngineOptions,
-    progress: Progress,
+    source: DecoderSource, weights: WeightSource, room: _Room, options: EngineOptions, progress: Progress
 ) -> EncoderRunner[Any]:
     from services.worker.runners.cpu.decoder_texts import DecoderTextRunner
     from services.worker.runners.cpu.ops import ReferenceOps
     from services.worker.runners.cpu.steps import StepBuilder
 
     ops = ReferenceOps()
-    model = weights.load(ops, most_length, options, progress)
-    pools = make_layers(model.config, blocks, options.block_size, model.embedding.dtype, "cpu")
+    model = weights.load(ops, room.most_length, options, progress)
+    pools = make_layers(model.config, room.blocks, options.block_size, model.embedding.dtype, "cpu")
     steps = StepBuilder(model, ops, options.block_size)
-    return DecoderTextRunner(steps, pools, most_tokens, source.settings.pooling, _read_labels(source, model))
+    return DecoderTextRunner(steps, pools, room.most_tokens, source.settings.pooling, _read_labels(source, model))
 
 
 def _on_gpu(
-    source: DecoderSource,
-    weights: WeightSource,
-    blocks: int,
-    most_length: int,
-    most_tokens: int,
-    options: EngineOptions,
-    progress: Progress,
+    source: DecoderSource, weights: WeightSource, room: _Room, options: EngineOptions, progress: Progress
 ) -> EncoderRunner[Any]:
     from services.worker.runners.cuda.encoders.decoder_network import DecoderNetwork
     from services.worker.runners.cuda.encoders.runner import GpuTextRunner
@@ -177,11 +177,11 @@ def _on_gpu(
 
     exact_products()
     ops, most_texts = TritonOps(), options.max_batch_size
-    model = weights.load(ops, most_length, options, progress)
-    pools = make_layers(model.config, blocks, options.block_size, model.embedding.dtype, model.embedding.device)
+    model = weights.load(ops, room.most_length, options, progress)
+    pools = make_layers(model.config, room.blocks, options.block_size, model.embedding.dtype, model.embedding.device)
     labels = _read_labels(source, model)
-    network = DecoderNetwork(model, ops, pools, most_length, most_texts, source.settings.pooling, labels)
-    runner = GpuTextRunner(network, most_tokens, most_texts)
+    network = DecoderNetwork(model, ops, pools, room.most_length, most_texts, source.settings.pooling, labels)
+    runner = GpuTextRunner(network, room.most_tokens, most_texts)
     runner.warm_up(lambda done, total: progress("graphs", done, total))
     return runner
 
