@@ -200,7 +200,8 @@ def check_decoder_texts(dtype: torch.dtype, batches: Sequence[Sequence[int]] = B
         for view, other in zip(views, wanted[name], strict=True):
             other.copy_(torch.randn(other.shape) * 0.15 + (name.endswith("weight") and other.ndim == 1))
             view.copy_(other)
-    for pooling, labels in ((Pooling.MEAN, None), (Pooling.LAST, torch.randn(3, 48))):
+    # With few labels a text's scores may nearly cancel out: then rounding is large beside them.
+    for pooling, labels in ((Pooling.MEAN, None), (Pooling.LAST, torch.randn(64, 48))):
         network = DecoderNetwork(
             own, fast, make_layers(config, 28, 16, dtype, DEVICE), 90, 9, pooling,
             None if labels is None else labels.to(DEVICE, dtype),

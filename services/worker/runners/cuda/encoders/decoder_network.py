@@ -101,7 +101,8 @@ class DecoderNetwork:
         """As in `TextNetwork`."""
         token_ids, positions, places, starts, firsts = (words[part] for part in sizes.parts)
         contexts, model = starts.diff(), self.model
-        tables = firsts[:, None] + self._blocks
+        # Blocks behind a text are in its row, too: they are not read, but must exist.
+        tables = (firsts[:, None] + self._blocks).clamp_(max=len(self.pools[0]) - 1)
         at, last = positions.long(), (starts[1:] - 1).clamp_(min=0).long()
         whole = self._pooling is not Pooling.LAST
         step = StepTensors(
