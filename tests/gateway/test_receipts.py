@@ -1,6 +1,7 @@
 """Receipts: every instant is counted once, and the unaccounted time is small."""
 
 import asyncio
+import statistics
 
 import pytest
 from hypothesis import given
@@ -71,7 +72,7 @@ def test_waiting_time_is_split_by_the_times_that_workers_measured() -> None:
 
 
 @timely
-async def test_little_time_is_unaccounted_for_over_200_requests() -> None:
+async def test_little_time_of_each_kind_of_request_is_unaccounted_for() -> None:
     async with FakeMesh(cache=True) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=1e-4)
         mesh.workers[0].first_step_s = 0.05  # Slower than the cache, as real workers are.
@@ -82,15 +83,16 @@ async def test_little_time_is_unaccounted_for_over_200_requests() -> None:
             answers.append(await generate(mesh.stub, request))
             answers.append(await generate(mesh.stub, ask(f"hello {number}", max_tokens=10**6)))
             answers.append(await generate(mesh.stub, ask(n=2, max_tokens=20, temperature=1.0)))
-        excess = []
-        for answer in answers:
+        excess: list[list[float]] = [[], [], [], []]
+        for number, answer in enumerate(answers):
             times = answer.trailing_receipt.timings
             assert sum_of(times) + times.unaccounted_s == pytest.approx(times.wall_s, abs=1e-6)
-            excess.append(abs(times.unaccounted_s) - max(0.05 * times.wall_s, 1e-3))
+            excess[number % 4].append(abs(times.unaccounted_s) - max(0.05 * times.wall_s, 1e-3))
         assert sum(answer.error is not None for answer in answers) == 50
         assert sum(answer.receipt.result_hit for answer in answers) >= 20
-        # All peers share this process; tests/mesh tests the 99th percentile with real processes.
-        assert sorted(excess)[int(0.95 * len(excess))] <= 0
+        # All peers share this process, and others run beside it: slow code raises the median, an interruption does not.
+        # tests/mesh tests the 99th percentile with real processes.
+        assert max(map(statistics.median, excess)) <= 0
 
 
 @timely
