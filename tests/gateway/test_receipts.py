@@ -91,7 +91,6 @@ async def test_little_time_of_each_kind_of_request_is_unaccounted_for() -> None:
         assert sum(answer.error is not None for answer in answers) == 50
         assert sum(answer.receipt.result_hit for answer in answers) >= 20
         # All peers share this process, and others run beside it: slow code raises the median, an interruption does not.
-        # tests/mesh tests the 99th percentile with real processes.
         assert max(map(statistics.median, excess)) <= 0
 
 
