@@ -18,11 +18,9 @@ from services.worker.errors import CheckpointError
 from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.loader.config import read_config
 from services.worker.loader.exports import has_export
-from services.worker.loader.files import _read_json
 from services.worker.loader.weight_files import weight_files
 from services.worker.models.config import ModelConfig
 from services.worker.models.encoders.registry import encoder_family
-from services.worker.models.raw_config import RawConfig
 from services.worker.options import RUNTIMES, EngineOptions, Progress
 
 log = logging.getLogger(__name__)
@@ -101,7 +99,9 @@ def _engine_of_export(folder: Path) -> str:
 
 def _encoder_defaults(folder: Path | None) -> Mapping[str, object]:
     """The defaults on a GPU for the texts of this folder."""
-    if folder is None or encoder_family(RawConfig(_read_json(folder / "config.json")).architecture):
+    from services.worker.build.encoders.source import read_raw
+
+    if folder is None or encoder_family(read_raw(folder).architecture):
         return _GPU_ENCODER_DEFAULTS
     return {**_GPU_ENCODER_DEFAULTS, "step_tokens": _GPU_DEFAULTS["step_tokens"]}
 

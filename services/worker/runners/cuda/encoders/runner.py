@@ -192,7 +192,8 @@ class GpuTextRunner(Generic[Room]):
     @torch.inference_mode()
     def _capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture the batches that may be padded, and compute one of each other size, which compiles its kernels."""
-        network, captured = self.network, self.captured_sizes
+        network = self.network
+        captured = captured_sizes(network.work, network.launch_work, self.most_tokens)
         counts = sorted({*captured, *(size for size in GRAPH_TOKENS if size < self.most_tokens)}, reverse=True)
         self.words.zero_()  # no text
         pool = torch.cuda.graph_pool_handle()
@@ -209,11 +210,6 @@ class GpuTextRunner(Generic[Room]):
                     vectors = network.forward(self.words, sizes)
                 self._graphs.insert(0, Graph(sizes, graph.replay, vectors))
         progress(len(counts), len(counts))
-
-    @property
-    def captured_sizes(self) -> list[int]:
-        """Tokens of the batches that are captured."""
-        return captured_sizes(self.network.work, self.network.launch_work, self.most_tokens)
 
 
 def is_padded(work: float, launch_work: float, tokens: int, size: int) -> bool:
