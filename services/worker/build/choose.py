@@ -6,6 +6,7 @@ Knows the order of a start, no jobs and no mesh.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,12 +89,10 @@ def resolve_engine(settings: Options, folder: Path | None = None, *, encodes: bo
 def _engine_of_export(folder: Path) -> str:
     """The engine for a folder that has an export but no weights, an installed one if there is any; empty: the folder
     has weights or no export."""
-    from services.worker.build import runtimes
-
     if weight_files(folder):
         return ""
     able = [engine for engine in _READERS if has_export(folder, engine)]
-    installed = [engine for engine in able if engine == "exported" or runtimes.find_version(engine)]
+    installed = [engine for engine in able if engine == "exported" or find_spec(engine)]
     return next(iter(installed or able), "")
 
 
