@@ -10,24 +10,22 @@ import ipaddress
 import signal
 import socket
 import sys
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from grpc import aio
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from services import metrics, telemetry
+from services.calls import server as calls
+from services.calls.interceptor import Check, ErrorInterceptor
 from services.errors import WeftError
 from services.hang_watch import LoopCheck, watching
-from services.interceptor import Check, ErrorInterceptor
 from services.process import refuse_to_serve
 from services.security import identity as identities
 from services.security import mesh_id as mesh_ids
@@ -45,12 +43,6 @@ INTERNAL_MESSAGE_BYTES."""
 INTERNAL_MESSAGE_BYTES = 16 << 20
 """Largest message between services, and largest answer of the gateway: 16 MiB, serialized."""
 _MOST_PORT = 65_535
-_REQUESTED_CALLS = 16
-"""Calls that a server asks gRPC for at a time."""
-_LAST_CALLS_S = 1.0
-"""Time that a server which stops takes at the most to accept the calls that have arrived."""
-_ARRIVAL_S = 0.01
-"""Time without another call after which none is left."""
 
 # Clients may ping an idle connection twice a second, and so detect a hung peer within about a second.
 _SERVER_OPTIONS = [
@@ -169,7 +161,7 @@ async def serve(
     checks: Sequence[Check] = (),
     mesh_id: str = "",
     shares_port: bool = False,
-    gates: Sequence[aio.ServerInterceptor] = (),
+    gate: calls.Gate | None = None,
     options: Sequence[tuple[str, int]] = (),
     own_address: str = "",
 ) -> Server:
@@ -184,8 +176,8 @@ async def serve(
     ends with one line on stderr if a port is taken, or if the address is not loopback, the port is not both encrypted
     and authenticated, and `allow_unprotected` is false.
 
-    `checks` run before each call; an error that they raise becomes the status of the call. `gates` run before
-    everything else, and may only return another handler. `options` are further channel arguments. `own_address` is
+    `checks` run before each call; an error that they raise becomes the status of the call. `gate` refuses
+    calls before everything else. `options` are further channel arguments. `own_address` is
     another address of this machine, without encryption, for calls of this process. Health answers carry `mesh_id` as
     initial metadata, and calls whose metadata names another mesh are refused.
     """
@@ -206,7 +198,7 @@ async def serve(
     traced = frozenset(service.name for service in services if service.traced)
     roles = [RoleInterceptor()] if public is None and identity.protected else []
     errors = ErrorInterceptor(counts, traced, [MeshCheck(mesh_id), *checks])
-    server = aio.server(interceptors=[*gates, errors, *roles], options=arguments)
+    server = calls.server([errors, *roles], arguments, gate)
     states = _Health(mesh_id)
     names = []
     for service in services:
@@ -224,55 +216,6 @@ async def serve(
     result = Server(server, states, names, port, metrics_server)
     await result.ready(False)
     return result
-
-
-class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """gRPC's server of asyncio, with one queue for the calls of all methods and many calls accepted at a time.
-
-    Generated code also registers each method, which since 1.84 gives it a queue of its own: one task waits for all of
-    them, which costs each call processor time (github.com/grpc/grpc/pull/43461). And gRPC asks for the next call once
-    it has accepted the last one, which takes five turns of the event loop: beside streams, calls wait for that.
-    """
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._requests: deque[asyncio.Future[Any]] = deque()
-        """The next calls, in the order of their arrival: those that have arrived are done."""
-        self._closing = False
-
-    def add_registered_method_handlers(self, handlers: Mapping[str, Any]) -> None:
-        """Does nothing: generated code adds the same handlers as generic ones, too."""
-
-    def _make_request_call_future(self, method: bytes | None) -> "asyncio.Future[Any]":
-        """The next call. No method is registered."""
-        while not self._closing and len(self._requests) < _REQUESTED_CALLS:
-            self._requests.append(super()._make_request_call_future(method))
-        return self._requests.popleft() if self._requests else super()._make_request_call_future(method)
-
-    async def shutdown(self, grace: float | None) -> None:
-        """Accepts the calls that have arrived, for a second at most, and shuts down.
-
-        gRPC itself would end them with CANCELLED, and those of `_requests` after all others.
-        """
-        deadline = time.monotonic() + _LAST_CALLS_S
-        await asyncio.sleep(_ARRIVAL_S)
-        while any(call.done() for call in self._requests) and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_ARRIVAL_S)
-        self._closing = True
-        refusals = [asyncio.create_task(_refuse(request)) for request in self._requests]
-        self._requests.clear()
-        await super().shutdown(grace)
-        await asyncio.gather(*refusals)
-
-
-async def _refuse(request: "asyncio.Future[Any]") -> None:
-    """Refuses a call, unless the server ends before it arrives, or the call has ended."""
-    with contextlib.suppress(Exception):  # gRPC has no public names for these.
-        context: Any = cygrpc._ServicerContext(await request, None, None, asyncio.get_running_loop())
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-
-
-cygrpc.AioServer = _AioServer  # `aio.server` makes servers of this class.
 
 
 class _Health(health.aio.HealthServicer):

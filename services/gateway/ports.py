@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable
 from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from protos.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from services import process, rpc
+from services.calls.accept_probe import AcceptProbe
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials
 from services.gateway.access.load_gate import LoadGate
 from services.gateway.answers.encoding.serve import EncodeService
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
-from services.gateway.doors.accept_probe import AcceptProbe
-from services.gateway.doors.grpc_gate import AuthCheck, RefusalInterceptor
+from services.gateway.doors.grpc_gate import AuthCheck, RefusalGate
 from services.gateway.doors.http_routes import HttpRoutes
 from services.gateway.doors.http_server import HttpServer, listen
 from services.gateway.doors.kserve.door import NAME as KSERVE
@@ -102,7 +102,7 @@ class Ports:
             mesh_id=settings.mesh_id,
             checks=[AuthCheck(self._access, settings.gateway_open_reflection)],
             shares_port=self._shared,
-            gates=[RefusalInterceptor(self._refusal, self._answer_refusal)],
+            gate=RefusalGate(self._refusal, self._answer_refusal, self._probe),
             options=settings.connection_options(),
             own_address=self._probe.address,
         )

@@ -5,8 +5,9 @@ from functools import lru_cache
 from typing import Any
 
 import grpc
-from grpc import aio
 
+from services.calls.accept_probe import AcceptProbe
+from services.calls.server import Metadata
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials, Refusal, method_denied
 
@@ -69,43 +70,27 @@ class AuthCheck:
         self.check(str(details.method), credentials_of(details.invocation_metadata))
 
 
-class RefusalInterceptor(aio.ServerInterceptor):
-    """Refuses calls before they are read, as cheaply as it can: the first interceptor of its server."""
+class RefusalGate:
+    """Refuses calls when they arrive. A `services.calls.server.Gate`."""
 
-    def __init__(self, refusal: Refusal, answer_refusal: Refusal) -> None:
-        """`refusal` is for all calls but those of probes, `answer_refusal` instead of it for those that ask for an
-        answer."""
-        self._refusals = refusal, answer_refusal
-        self._known: dict[str, Refusal] = {}
-        """What refuses the calls of a method that exists, by its name."""
+    def __init__(self, refusal: Refusal, answer_refusal: Refusal, probe: AcceptProbe) -> None:
+        """`refusal` is for all calls but those that ask for the state of the server, `answer_refusal` instead of it for
+        those that ask for an answer. `probe` measures how long calls wait."""
+        self._refusal, self._answer_refusal, self._probe = refusal, answer_refusal, probe
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        method, handler = handler_call_details.method, None
-        refusal = self._known.get(method)
-        if refusal is None:
-            handler = await continuation(handler_call_details)
-            if handler is None or method.startswith(_HEALTH) or method.endswith(_STATES):
-                return handler
-            refusal = self._known[method] = self._refusals[method in _ANSWERS]
-        error = refusal(credentials_of(handler_call_details.invocation_metadata))
-        if error is not None:
-            return _refusing(error.code, error.reason, error.message, error.retry_after_s)
-        return handler or await continuation(handler_call_details)
+    def __call__(self, method: str, metadata: Metadata) -> grpc.Status | None:
+        """The status that refuses a call, or None."""
+        credentials = credentials_of(metadata)
+        if self._probe.made(credentials):
+            return self._probe.answer
+        if method.startswith(_HEALTH) or method.endswith(_STATES):
+            return None
+        self._probe.method = method
+        error = (self._answer_refusal if method in _ANSWERS else self._refusal)(credentials)
+        return _status(error.code, error.reason, error.message, error.retry_after_s) if error is not None else None
 
 
 @lru_cache(maxsize=16)
-def _refusing(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float) -> Any:
-    """A handler of calls that end with this error and without a message: most refusals are like the one before them.
-
-    It takes a stream of requests, whatever the method takes: gRPC reads none of them before it calls the handler. It
-    sets the status. The exception of `context.abort` and the call would hold each other until the garbage collector
-    finds them, which takes 20 ms for the refusals of a second.
-    """
-    status: Any = WeftError(code, reason, message, retry_after_s=retry_after_s).status()
-
-    async def refuse(requests: object, context: Any) -> None:
-        context.set_code(status.code)
-        context.set_details(status.details)
-        context.set_trailing_metadata(status.trailing_metadata)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+def _status(code: grpc.StatusCode, reason: str, message: str, retry_after_s: float) -> grpc.Status:
+    """The status of an error: most refusals are like the one before them."""
+    return WeftError(code, reason, message, retry_after_s=retry_after_s).status()

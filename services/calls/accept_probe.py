@@ -1,19 +1,18 @@
 """Measures how long calls wait until a gRPC server of this process accepts them. Knows no load and no requests.
 
-gRPC's own threads read a call; Python accepts one at a turn of its event loop. Calls that arrive faster wait between
-the two, where no handler sees them. A call of the process to its own server waits behind them, too.
+gRPC's own threads read a call; Python accepts some of each method at a turn of its event loop. Calls that arrive faster
+wait between the two, where no handler sees them. A call of the process to its own server, of the method that was called
+last, waits behind them, too.
 """
 
 import asyncio
-import contextlib
 import secrets
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
 
+import grpc
 from grpc import aio
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 _MOST_CALLS = 256
 """Calls under way at once, those of 12 s. While the server accepts none, the age of the oldest one is the measure; with
@@ -28,6 +27,11 @@ class AcceptProbe:
     def __init__(self) -> None:
         self.address = f"unix-abstract:weft-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
         """Where the server has to listen, too: a socket of this machine, without a file. Empty for none."""
+        self.method = "/grpc.health.v1.Health/Check"
+        """The one whose calls are measured."""
+        self.answer: grpc.Status = _Answer()
+        """The status with which the server's gate has to refuse the calls of this probe."""
+        self._secret = secrets.token_hex(16)
         self._channel: aio.Channel | None = None
         self._unanswered: dict[asyncio.Task[None], float] = {}
         """The calls that wait, in the order of their start, each with its time."""
@@ -38,6 +42,10 @@ class AcceptProbe:
         """Connects. gRPC keeps the first call of a server in memory: it is to be this one."""
         if self.address:
             await self._call(time.monotonic())
+
+    def made(self, credentials: Sequence[str]) -> bool:
+        """Whether a call with these values of `authorization` is one of this probe."""
+        return len(credentials) == 1 and credentials[0] == self._secret
 
     def wait_s(self) -> float:
         """How many seconds a call waits now; starts another call, which measures it for later."""
@@ -61,7 +69,17 @@ class AcceptProbe:
     async def _call(self, began: float) -> None:
         if self._channel is None:
             self._channel = aio.insecure_channel(self.address, options=_OPTIONS)
-        checks: Any = HealthStub(self._channel)
-        with contextlib.suppress(aio.AioRpcError):  # The server stops.
-            await checks.Check(health_pb2.HealthCheckRequest())
-            self._last_s = time.monotonic() - began
+        call: aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(self.method)
+        try:
+            await call(b"", metadata=(("authorization", self._secret),))
+        except aio.AioRpcError as error:
+            if error.code() is self.answer.code:  # Else the server stops.
+                self._last_s = time.monotonic() - began
+
+
+class _Answer(grpc.Status):
+    """Ends the calls of a probe."""
+
+    code = grpc.StatusCode.ABORTED
+    details = "a probe of the gateway itself"
+    trailing_metadata = ()
