@@ -81,10 +81,6 @@ class Ports:
         """The same for a call that asks for an answer of a model."""
         return self.gate.refusal() or self._answers.early_refusal.refusal(credentials)
 
-    def _http_answer_refusal(self, credentials: Credentials) -> WeftError | None:
-        """The same over HTTP."""
-        return self.gate.refusal() or self._answers.early_refusal.refusal(credentials, paced=True)
-
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings
         native, kserve = InferenceService(self._answers, self._encoding), KServeService(self._answers, self._kserve)
@@ -109,7 +105,7 @@ class Ports:
 
     def _http_server(self, scrape: Callable[[], Awaitable[bytes]]) -> HttpServer:
         settings, catalog = self._settings, self._backend.catalog
-        routes = HttpRoutes(self._backend.metrics.all, self._refusal, self._http_answer_refusal)
+        routes = HttpRoutes(self._backend.metrics.all, self._refusal, self._answer_refusal)
         OpenAIDoor(self._answers, self._access, catalog).add_to(routes)
         EmbeddingsDoor(self._encoding, self._access).add_to(routes)
         KServeHttpDoor(self._answers, self._access, self._kserve).add_to(routes)

@@ -3,10 +3,9 @@ all have a full queue, or a crowded one and enough requests that are read.
 
 Knows credentials and names of models, no requests. To read, validate and record a request costs several times what it
 costs to refuse it. While a queue is full, only the result cache may still have the answer to a request that was read:
-as long as some answers are found there, every request is read. Else requests over HTTP are read about as fast as places
-become free: many at once would delay the refusals of those that arrive meanwhile. Over gRPC, where a refusal is a task
-of the event loop as reading is, that gains nothing. A place in the queue is kept for each request that is read, if its
-tenant has one model.
+as long as some answers are found there, every request is read. Else requests are read about as fast as places become
+free: many at once would delay the refusals of those that arrive meanwhile. A place in the queue is kept for each
+request that is read, if its tenant has one model.
 """
 
 import random
@@ -76,16 +75,15 @@ class EarlyRefusal:
         self._noted += 1
         self._found += (found - self._found) * max(_WEIGHT, 1 / self._noted)
 
-    def refusal(self, credentials: Credentials, paced: bool = False) -> WeftError | None:
-        """Why a request for an answer that arrives now is refused unread; None if it is read. `paced`: also because
-        enough are read, so that they delay no refusal."""
+    def refusal(self, credentials: Credentials) -> WeftError | None:
+        """Why a request for an answer that arrives now is refused unread; None if it is read."""
         if not self._scheduler.refuses:
             self._found, self._noted = 1.0, _ASSUMED
             return None
         if self._found >= _FEW:
             return None
         try:
-            error = self._refusal(self._access.tenant(credentials), paced)
+            error = self._refusal(self._access.tenant(credentials))
         except WeftError:
             return None  # Without a valid key it is refused for that.
         if error is None or self._reads_nevertheless(time.monotonic()):
@@ -100,17 +98,16 @@ class EarlyRefusal:
         self._read_at = now
         return True
 
-    def _refusal(self, tenant: Tenant, paced: bool) -> WeftError | None:
+    def _refusal(self, tenant: Tenant) -> WeftError | None:
         """One of the refusals, if new jobs of all models that the tenant may use are refused, or if the bounded queues
         of all of these are mostly taken and enough requests are read for the places that are free there."""
         models = list(self._catalog.generating(tenant))
         errors = [self._scheduler.refusal_unread(model, tenant.hash) for model in models]
         if not errors or all(errors):
             return errors[-1] if errors else None
-        if paced:
-            errors = [self._scheduler.crowding(model) for model in models]
-            if all(errors) and not self._pace.takes(self._scheduler.settled, time.monotonic()):
-                return errors[-1]
+        errors = [self._scheduler.crowding(model) for model in models]
+        if all(errors) and not self._pace.takes(self._scheduler.settled, time.monotonic()):
+            return errors[-1]
         if len(models) == 1:  # The name of the model is in the request, which is not read yet.
             self._scheduler.promise(models[0])
         return None
