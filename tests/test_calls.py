@@ -77,8 +77,10 @@ class Doorkeeper:
         self.refuses, self.seen = "", list[tuple[str, Metadata]]()
 
     def __call__(self, method: str, metadata: Metadata) -> grpc.Status | None:
-        """Notes the call."""
+        """Notes the call. Fails if it is to."""
         self.seen.append((method, metadata))
+        if self.refuses == "fail":
+            raise LookupError(method)
         return Full() if method == self.refuses else None
 
 
@@ -163,6 +165,15 @@ async def test_a_handler_that_fails_is_an_internal_error_and_an_unknown_method_u
         with pytest.raises(aio.AioRpcError) as missing:
             await unknown(b"")
         assert missing.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_gate_that_fails_costs_its_calls_alone(gated: Gated, keeper: Doorkeeper) -> None:
+    for keeper.refuses, code in [("fail", grpc.StatusCode.INTERNAL), (COMPLETE, grpc.StatusCode.RESOURCE_EXHAUSTED)]:
+        for _ in range(20):  # More than a method has requests for calls.
+            with pytest.raises(aio.AioRpcError) as refused:
+                await gated.stub.Complete(api.GenerateRequest())
+            assert refused.value.code() is code
+            assert COMPLETE not in str(refused.value.details())
 
 
 async def test_a_server_that_has_stopped_is_no_longer_referred_to(keeper: Doorkeeper) -> None:

@@ -15,12 +15,16 @@ import grpc
 from grpc import aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from services import errors, telemetry
+
 _REQUESTED_CALLS = 16
 """Calls of a method that a server asks gRPC for at a time."""
 _LAST_CALLS_S = 1.0
 """Time that a server which stops takes at the most to accept the calls that have arrived."""
 _ARRIVAL_S = 0.01
 """Time without another call after which none is left."""
+_STOPPING = errors.unavailable("SHUTTING_DOWN", "the server is stopping").status()
+_INTERNAL = errors.internal().status()
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 Gate: TypeAlias = Callable[[str, Metadata], grpc.Status | None]
@@ -70,15 +74,19 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 
     def _accept(self, method: bytes, name: str, state: Any, error: Exception | None) -> None:
         """Refuses or starts a call, and asks for the next one."""
-        if error is None:
-            self._arrived += 1
-            status = self._refusal(name, state)
-            if status is None:
-                self._start(name, state)
-            else:
-                _refuse(state, status, self._event_loop)
-        if error is None or (self.is_running() and not self._closing):
-            self._request(method, name)
+        if isinstance(error, cygrpc._RequestCallError):  # Those of a server that stops fail.
+            if self.is_running() and not self._closing:
+                self._request(method, name)
+            return
+        if error is not None:
+            raise error
+        self._arrived += 1
+        status = self._refusal(name, state)
+        if status is None:
+            self._start(name, state)
+        else:
+            _refuse(state, status, self._event_loop)
+        self._request(method, name)
 
     def _refusal(self, name: str, state: Any) -> grpc.Status | None:
         if self._closing:
@@ -86,7 +94,11 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         if self.gate is None:
             return None
         metadata = cygrpc._ServicerContext(state, None, None, self._event_loop).invocation_metadata()
-        return self.gate(name, metadata)
+        try:
+            return self.gate(name, metadata)
+        except Exception as error:
+            telemetry.log_exception("unexpected exception in a gate", error)
+            return _INTERNAL
 
     def _start(self, name: str, state: Any) -> None:
         """Runs a call as gRPC does: a task for its handler, which is cancelled with the call."""
@@ -112,17 +124,6 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 
 
 cygrpc.AioServer = _AioServer  # `aio.server` makes servers of this class.
-
-
-class _Stopping(grpc.Status):
-    """Refuses calls that arrive while a server stops."""
-
-    code = grpc.StatusCode.UNAVAILABLE
-    details = "the server is stopping"
-    trailing_metadata = ()
-
-
-_STOPPING = _Stopping()
 
 
 def _refuse(state: Any, status: Any, loop: asyncio.AbstractEventLoop) -> None:
