@@ -95,6 +95,7 @@ async def test_the_loss_of_one_model_does_not_affect_the_other(mesh: Mesh, stub:
     running = asyncio.create_task(generate(stub, long, on_delta=lambda _: started.set()))
     await started.wait()
     assert mesh.workers[0].kill() == -9
+    await until_served(stub, {"owl": 1})  # An answer that it interrupts waits 30 s for another worker.
     error = await fails(stub, "fox")
     assert error.code() is CODES.UNAVAILABLE
     assert (await generate(stub, ask("A tale", max_tokens=3, model="hoot"))).receipt.attempts == 1
