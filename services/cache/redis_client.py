@@ -106,7 +106,16 @@ class Connections:
             if keeps:
                 self._idle.append(connection)
             else:
-                await self._pool.release(connection)
+                await self._give_back(connection)
+
+    async def _give_back(self, broken: Any) -> None:
+        """Returns a connection to the pool, and those that are idle: they may have died as it did, without a word, and
+        each would cost a command its time limit."""
+        idle, self._idle = self._idle, []
+        await self._pool.release(broken)
+        for connection in idle:
+            await connection.disconnect(nowait=True)
+            await self._pool.release(connection)
 
 
 class RedisClient:

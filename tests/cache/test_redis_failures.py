@@ -298,6 +298,22 @@ async def test_connections_that_died_silently_are_abandoned(redis_server: RedisS
         assert await until_hit(door, key_of(1)) < BACK_S
 
 
+@timely
+async def test_idle_connections_that_died_silently_are_abandoned_with_the_first_one(
+    redis_server: RedisServer, open_door: OpenDoor
+) -> None:
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **DEFAULT_TIMEOUTS) as door:
+        await door.put(key_of(1), result_of(1))
+        await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
+        await until_hit(door, key_of(1))
+        proxy.strand()
+        lost = 0
+        while await door.get(key_of(1)) is None and lost < CONNECTIONS:
+            lost += 1
+            await asyncio.sleep(0.2)  # The time after which a command is given up, and more.
+        assert 0 < lost < 4
+
+
 async def until_hit_after_store(door: CacheDoor) -> float:
     start = time.perf_counter()
     while not await door.put(key_of(1), result_of(1)):
