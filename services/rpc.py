@@ -176,10 +176,10 @@ async def serve(
     ends with one line on stderr if a port is taken, or if the address is not loopback, the port is not both encrypted
     and authenticated, and `allow_unprotected` is false.
 
-    `checks` run before each call; an error that they raise becomes the status of the call. `gate` refuses
-    calls before everything else. `options` are further channel arguments. `own_address` is
-    another address of this machine, without encryption, for calls of this process. Health answers carry `mesh_id` as
-    initial metadata, and calls whose metadata names another mesh are refused.
+    `checks` run before each call; an error that they raise becomes the status of the call. `gate` refuses calls before
+    everything else. `options` are further channel arguments. `own_address` is another address of this machine, without
+    encryption, for calls of this process. Health answers carry `mesh_id` as initial metadata, and calls whose metadata
+    names another mesh are refused.
     """
     protected = public.protected if public is not None else identity.protected
     check_address(address, protected, allow_unprotected)

@@ -15,6 +15,7 @@ from protos.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_se
 from services import rpc
 from services.calls.server import Gate, Metadata
 from tests.gateway.fakes import until
+from tests.gateway.test_refusals import reason_of
 
 COMPLETE = "/weft.v1.Inference/Complete"
 
@@ -176,12 +177,27 @@ async def test_a_gate_that_fails_costs_its_calls_alone(gated: Gated, keeper: Doo
             assert COMPLETE not in str(refused.value.details())
 
 
+async def test_a_call_that_reaches_a_server_which_stops_is_refused_with_a_reason(gated: Gated) -> None:
+    inner(gated.server)._closing = True
+    with pytest.raises(aio.AioRpcError) as refused:
+        await gated.stub.ListModels(api.ListModelsRequest())
+    inner(gated.server)._closing = False
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert reason_of(refused.value) == "SHUTTING_DOWN"
+
+
 async def test_a_server_that_has_stopped_is_no_longer_referred_to(keeper: Doorkeeper) -> None:
     made = await Gated.with_gate(keeper)
     await made.stub.ListModels(api.ListModelsRequest())
     await made.channel.close()
     await made.server.stop(0)
-    server = weakref.ref(made.server)
+    server = weakref.ref(inner(made.server))
     del made
     gc.collect()
     assert server() is None
+
+
+def inner(server: rpc.Server) -> Any:
+    """gRPC's own server."""
+    outer: Any = server._server
+    return outer._server

@@ -73,7 +73,7 @@ class Connections:
     """Sends commands on connections of redis-py that are kept; the caller bounds how many commands run at a time.
 
     redis-py's client takes a connection from its pool for each command and looks whether it still works, which costs a
-    sixth of a look-up. Here one that does not is replaced when a command fails on it.
+    sixth of a look-up. Here one that does not is replaced when a command fails on it, and all idle ones with it.
     """
 
     def __init__(self, pool: Any) -> None:

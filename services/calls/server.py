@@ -47,7 +47,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
     def __init__(self, loop: Any, threads: Any, generic: Any, interceptors: Any, *further: Any) -> None:
         super().__init__(loop, threads, generic, interceptors, *further)
         self._event_loop: asyncio.AbstractEventLoop = loop
-        self._around = tuple(interceptors or ())
+        self._interceptors = tuple(interceptors or ())
         self._handlers: dict[str, Any] = {}
         self._resolver = cygrpc._MethodResolver([], self._handlers)
         self._calls: set[Coroutine[Any, None, None]] = set()
@@ -102,7 +102,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 
     def _start(self, name: str, state: Any) -> None:
         """Runs a call as gRPC does: a task for its handler, which is cancelled with the call."""
-        handling = cygrpc._handle_rpc(name, self._resolver, self._around, state, self._event_loop, False)
+        handling = cygrpc._handle_rpc(name, self._resolver, self._interceptors, state, self._event_loop, False)
         call = cygrpc._schedule_rpc_coro(handling, state, self._event_loop, name)
         self._calls.add(call)
         _drive(call, lambda _, error: self._ended(call, error))
@@ -127,7 +127,7 @@ cygrpc.AioServer = _AioServer  # `aio.server` makes servers of this class.
 
 
 def _refuse(state: Any, status: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """Ends a call with a status, and without metadata of its own."""
+    """Sends the status of a refused call. Without the initial metadata before it, the client would wait."""
     code, trailing = status.code.value[0], tuple(status.trailing_metadata or ())
     initial = cygrpc.SendInitialMetadataOperation((), 0)
     sending = cygrpc._send_error_status_from_server(state, code, status.details, trailing, initial, loop)

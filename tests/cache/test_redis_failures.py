@@ -286,13 +286,18 @@ async def test_a_connection_that_takes_longer_than_a_look_up_serves_the_next(
         assert door.counters.misses[Miss.BREAKER] == 0
 
 
+async def strand_all_connections(proxy: SlowProxy, door: CacheDoor) -> None:
+    """All connections are open and idle, and die silently."""
+    await door.put(key_of(1), result_of(1))
+    await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
+    await until_hit(door, key_of(1))
+    proxy.strand()
+
+
 @timely
 async def test_connections_that_died_silently_are_abandoned(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **DEFAULT_TIMEOUTS) as door:
-        await door.put(key_of(1), result_of(1))
-        await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
-        await until_hit(door, key_of(1))
-        proxy.strand()
+        await strand_all_connections(proxy, door)
         found = await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
         assert None in found
         assert await until_hit(door, key_of(1)) < BACK_S
@@ -303,10 +308,7 @@ async def test_idle_connections_that_died_silently_are_abandoned_with_the_first_
     redis_server: RedisServer, open_door: OpenDoor
 ) -> None:
     async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **DEFAULT_TIMEOUTS) as door:
-        await door.put(key_of(1), result_of(1))
-        await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
-        await until_hit(door, key_of(1))
-        proxy.strand()
+        await strand_all_connections(proxy, door)
         lost = 0
         while await door.get(key_of(1)) is None and lost < CONNECTIONS:
             lost += 1
