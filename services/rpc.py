@@ -24,6 +24,7 @@ from pydantic_settings import SettingsError
 from services import metrics, telemetry
 from services.calls import server as calls
 from services.calls.interceptor import Check, ErrorInterceptor
+from services.calls.wakeups import read_together
 from services.errors import WeftError
 from services.hang_watch import LoopCheck, watching
 from services.process import refuse_to_serve
@@ -332,6 +333,7 @@ def run(main: Awaitable[None]) -> None:
     import uvloop
 
     async def entry() -> None:
+        read_together(asyncio.get_running_loop())
         with watching(LoopCheck(asyncio.get_running_loop())):
             await main
 

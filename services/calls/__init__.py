@@ -1,1 +1,1 @@
-"""Calls of a gRPC server: how they are accepted, how long they wait for that, and what surrounds their handlers."""
+"""Calls of a gRPC server: how they wake the event loop and are accepted, and what surrounds their handlers."""
