@@ -28,6 +28,9 @@ _DATE_S = 1.0
 """How old the date of a response may be."""
 _MOST_PIPELINED = 32
 """Most requests that wait on one connection for the one before them."""
+_ACCEPTED_AT_A_TURN = 4
+"""Connections that are accepted in a turn of the event loop. uvloop accepts one for each socket that listens; each
+further socket costs a connection 5 us."""
 _TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
@@ -287,7 +290,8 @@ class HttpServer:
 
     async def start(self) -> None:
         """Begins to serve."""
-        self._serving = asyncio.create_task(self._server.serve([self._listener]))
+        copies = [self._listener.dup() for _ in range(_ACCEPTED_AT_A_TURN - 1)]
+        self._serving = asyncio.create_task(self._server.serve([self._listener, *copies]))
         await self._server.listening.wait()
 
     async def stop(self) -> None:

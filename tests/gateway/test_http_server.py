@@ -1,0 +1,51 @@
+"""The HTTP server accepts many new connections in a few turns of its event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.doors.http_server import Header, HttpServer, listen
+
+CLIENTS = 64
+REQUEST = b"GET / HTTP/1.1\r\nhost: weft\r\n\r\n"
+
+
+class Counted:
+    """Counts the requests that have begun."""
+
+    begun = 0
+
+    def refused(self, method: bytes, target: bytes, headers: Sequence[Header], state: dict[str, Any]) -> None:
+        """Refuses none."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with an empty body."""
+        self.begun += 1
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def turns_until_all_are_served() -> int:
+    """How many turns of the loop it takes to begin the requests of clients that connect at once."""
+    app = Counted()
+    server = HttpServer(app, listen("127.0.0.1", 0), stall_s=30, drain_s=1, most_connections=2 * CLIENTS)
+    await server.start()
+    with contextlib.ExitStack() as clients:
+        for _ in range(CLIENTS):  # In this thread: none of them is accepted before all have sent their requests.
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(REQUEST)
+        turns = 0
+        while app.begun < CLIENTS:
+            turns += 1
+            await asyncio.sleep(0)
+    await server.stop()
+    return turns
+
+
+def test_new_connections_are_accepted_in_a_few_turns_of_the_event_loop() -> None:
+    assert uvloop.run(turns_until_all_are_served()) < CLIENTS / 2
