@@ -28,7 +28,7 @@ _DATE_S = 1.0
 """How old the date of a response may be."""
 _MOST_PIPELINED = 32
 """Most requests that wait on one connection for the one before them."""
-_ACCEPTED_AT_A_TURN = 4
+_ACCEPTED_AT_A_TURN = 8
 """Connections that are accepted in a turn of the event loop. uvloop accepts one for each socket that listens; each
 further socket costs a connection 5 us."""
 _TOO_MANY_CONNECTIONS = (
