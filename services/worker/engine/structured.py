@@ -118,42 +118,54 @@ class StructuredJobs:
         firsts = [end - 1 - len(row.guesses) for row, end in zip(rows, ends, strict=True)]
         alone = [(row.matcher, at) for row, at in zip(rows, firsts, strict=True) if row.matcher and not row.guesses]
         forms.fill(alone, masks)
+        errors = self._finish(rows, firsts, masks, end_tokens)
+        follows = np.bitwise_or.reduce(masks, axis=1)[firsts]
         failed = []
-        for row, first, end in zip(rows, firsts, ends, strict=True):
-            error = self._finish_masks(row, masks[first:end], end_tokens) if row.matcher else None
+        for row, first, end, error, some in zip(rows, firsts, ends, errors, follows, strict=True):
+            if row.matcher and error is None and not some:
+                error = _DEAD_END
             if error is not None or row.job is None:
                 masks[first:end] = -1
             if error is not None and row.job is not None:
                 failed.append((row.job, error))
         return masks, failed
 
-    def _finish_masks(self, row: FormedRow, masks: Masks, end_tokens: frozenset[int]) -> FormRefused | None:
-        """Set the ends of the answer in the masks of a row, after those of its guesses are written. -> why the answer
-        cannot be continued, if so."""
-        job, matcher = row.job, row.matcher
+    def _finish(
+        self, rows: Sequence[FormedRow], firsts: Sequence[int], masks: Masks, end_tokens: frozenset[int]
+    ) -> list[FormRefused | None]:
+        """Write the masks of guesses, and allow end and stop tokens exactly where they may end the answer: where its
+        form is complete, and it has min_tokens. A stop token that the form itself allows elsewhere is an ordinary token
+        there. -> why an answer cannot be continued, for each row."""
         assert self.forms is not None
-        assert job is not None
-        assert matcher is not None
-        complete = matcher.fill_along(row.guesses, masks) if row.guesses else [matcher.accepting]
-        error = self.forms.failure(matcher)
-        if error is not None:
-            return error
-        for place, line in enumerate(masks):
-            _set_ends(line, job, complete[place], job.sequence.position + place, end_tokens)
-        return None if masks[0].any() else _DEAD_END
+        errors: list[FormRefused | None] = []
+        endless, stops = [], []
+        for row, first in zip(rows, firsts, strict=True):
+            job, matcher = row.job, row.matcher
+            if job is None or matcher is None:
+                errors.append(None)
+                continue
+            params, lines = job.job.params, masks[first : first + 1 + len(row.guesses)]
+            complete = matcher.fill_along(row.guesses, lines) if row.guesses else (matcher.accepting,)
+            errors.append(self.forms.failure(matcher))
+            for place, whole in enumerate(complete):
+                may_end = whole and job.sequence.position + place >= params.min_tokens
+                if params.ignore_eos or not may_end:
+                    endless.append(first + place)
+                if may_end:
+                    stops += [(first + place, token) for token in params.stop_token_ids]
+        _forbid(masks, endless, end_tokens)
+        for line, token in stops:
+            masks[line, token >> 5] |= _bit(token)
+        return errors
 
 
-def _set_ends(line: Masks, job: ActiveJob, complete: bool, position: int, end_tokens: frozenset[int]) -> None:
-    """Allow end and stop tokens exactly where they may end the answer: where its form is complete, and it has
-    min_tokens. A stop token that the form itself allows elsewhere is an ordinary token there."""
-    params = job.job.params
-    may_end = complete and position >= params.min_tokens
-    if params.ignore_eos or not may_end:
-        for token in end_tokens:
-            line[token >> 5] &= ~_bit(token)
-    if may_end:
-        for token in params.stop_token_ids:
-            line[token >> 5] |= _bit(token)
+def _forbid(masks: Masks, lines: Sequence[int], tokens: frozenset[int]) -> None:
+    """Forbid these tokens in some lines, all at once."""
+    others: dict[int, np.int32] = {}
+    for token in tokens:
+        others[token >> 5] = others.get(token >> 5, np.int32(-1)) & ~_bit(token)
+    for word, bits in others.items():
+        masks[lines, word] &= bits
 
 
 def _bit(token: int) -> np.int32:

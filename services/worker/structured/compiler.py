@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _KEPT = 64
 """Compiled forms; the least recently used goes first."""
 _COMPILERS = 2
-_MASK_THREADS = 8
+_MASK_THREADS = 16
 """At most; no more than two for each core. The threads take a few masks at a time, the fewer the more threads."""
 _MORE_S = 0.05
 """Seconds of computation for further lexers of a form. A form that takes longer than this to compile has one."""
