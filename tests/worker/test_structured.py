@@ -19,7 +19,7 @@ from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.paced import PacedRunner, PacedTiming
 from services.worker.runners.step import Words
 from services.worker.speculative.speculation import Speculation
-from services.worker.structured.compiler import GuidanceForms, GuidanceMatcher
+from services.worker.structured.compiler import CompiledForm, GuidanceForms, GuidanceMatcher
 from tests.checkpoints import DEMO as LARGER
 from tests.worker.drive import Answer, job, open_engine, run, solo
 from tests.worker.test_speculation import STRICT, Replay
@@ -462,6 +462,23 @@ def test_answers_of_a_form_share_the_work_of_threads_and_have_the_same_masks(for
     assert alone.any()
     assert (masks[1:13] == alone).all()
     assert not masks[[0, 13]].any(), "lines of other rows are left alone"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lexers"), [([0.1, 0.001], 9), ([0.1, 0.02], 3), ([0.1, 0.1], 2), ([0.6, 0.001], 1)]
+)
+def test_the_fastest_compilation_of_a_form_says_how_many_lexers_it_has(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], lexers: int
+) -> None:
+    clock, taken = [0.0], iter(seconds)
+
+    def compile_one() -> Any:
+        clock[0] += next(taken, seconds[-1])
+        return object()
+
+    monkeypatch.setattr("services.worker.structured.compiler.time.perf_counter", lambda: clock[0])
+    form = CompiledForm(compile_one, 9)
+    assert max(form.next()[1] for _ in range(40)) == lexers - 1
 
 
 def test_a_form_that_cannot_be_compiled_is_refused_again(forms: GuidanceForms) -> None:

@@ -6,6 +6,7 @@ thread at a time uses. So a form is compiled several times, and answers use thes
 """
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -28,7 +29,9 @@ _COMPILERS = 2
 _MASK_THREADS = 16
 """At most; no more than two for each core. The threads take a few masks at a time, the fewer the more threads."""
 _MORE_S = 0.05
-"""Seconds of computation for further lexers of a form. A form that takes longer than this to compile has one."""
+"""Seconds of computation for further lexers of a form."""
+_SLOW_S = 0.5
+"""A form whose first compilation takes longer has one lexer. The first is the slowest: memory and caches are cold."""
 _ALONE = 4
 """Most masks of a step that are computed one after another: sharing them among threads takes about as long."""
 _UNUSABLE = "this model's tokenizer does not serve structured answers"
@@ -87,6 +90,7 @@ class CompiledForm:
         self._lock = threading.Lock()
         self._matchers: list[LLMatcher] = []
         self._error: str | None = None
+        self._fastest_s = math.inf
         self._turns = 0
 
     def next(self) -> tuple[LLMatcher, int]:
@@ -95,22 +99,29 @@ class CompiledForm:
         with self._lock:  # Of equal forms that arrive together one compiles.
             if self._error is not None:
                 raise FormError(self._error)
-            if not self._matchers:
-                self._compile_first()
-            elif len(self._matchers) < self._most:
-                self._matchers.append(self._compile())
+            if len(self._matchers) < self._wanted():
+                self._compile_another()
             lexer = self._turns % len(self._matchers)
             self._turns += 1
             return self._matchers[lexer], lexer
 
-    def _compile_first(self) -> None:
+    def _wanted(self) -> int:
+        """Lexers for the next answer, judged by the fastest compilation so far."""
+        if not self._matchers:
+            return 1
+        more = int(_MORE_S / max(self._fastest_s, 1e-6))
+        if len(self._matchers) == 1 and self._fastest_s < _SLOW_S:
+            more = max(more, 1)
+        return min(self._most, 1 + more)
+
+    def _compile_another(self) -> None:
         began = time.perf_counter()
         try:
             self._matchers.append(self._compile())
         except FormError as error:
             self._error = str(error)
             raise
-        self._most = min(self._most, 1 + int(_MORE_S / max(time.perf_counter() - began, 1e-6)))
+        self._fastest_s = min(self._fastest_s, time.perf_counter() - began)
 
 
 class GuidanceForms:
