@@ -30,8 +30,8 @@ _MASK_THREADS = 16
 """At most; no more than two for each core. The threads take a few masks at a time, the fewer the more threads."""
 _MORE_S = 0.05
 """Seconds of computation for further lexers of a form."""
-_SLOW_S = 0.5
-"""A form whose first compilation takes longer has one lexer. The first is the slowest: memory and caches are cold."""
+_SLOW_S = 0.2
+"""A form whose first compilation takes longer has one lexer. The first takes up to four times as long as the others."""
 _ALONE = 4
 """Most masks of a step that are computed one after another: sharing them among threads takes about as long."""
 _UNUSABLE = "this model's tokenizer does not serve structured answers"
@@ -106,7 +106,7 @@ class CompiledForm:
             return self._matchers[lexer], lexer
 
     def _wanted(self) -> int:
-        """Lexers for the next answer, judged by the fastest compilation so far."""
+        """How many lexers the form should have when its next answer begins, by its fastest compilation so far."""
         if not self._matchers:
             return 1
         more = int(_MORE_S / max(self._fastest_s, 1e-6))
@@ -119,7 +119,8 @@ class CompiledForm:
         try:
             self._matchers.append(self._compile())
         except FormError as error:
-            self._error = str(error)
+            if not self._matchers:
+                self._error = str(error)
             raise
         self._fastest_s = min(self._fastest_s, time.perf_counter() - began)
 
