@@ -165,6 +165,9 @@ class Arrivals:
     def launched(self, predicted_s: float, /) -> None:
         """Nothing is to be done."""
 
+    def begun(self, output: StepOutput, /) -> None:
+        """Texts have no first tokens."""
+
     def stepped(self, output: StepOutput, /) -> None:
         """Keep when each job ended."""
         now = time.perf_counter()

@@ -273,6 +273,12 @@ class StepOutput:
     scores: list["PromptScores"] = field(default_factory=list)
     """Log-probabilities of prompts; those of one job in the order of their positions, and before its first token."""
 
+    def take(self) -> "StepOutput":
+        """The results so far, which are no longer in here."""
+        taken = replace(self)
+        self.tokens, self.ended, self.extra, self.scores = [], [], [], []
+        return taken
+
 
 class PromptScores(NamedTuple):
     """The log-probabilities of a part of a prompt."""

@@ -282,6 +282,9 @@ def test_two_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def launched(self, _: float) -> None:
             """Nothing is to be done."""
 
+        def begun(self, output: StepOutput) -> None:
+            """Texts have no first tokens."""
+
         def stepped(self, output: StepOutput) -> None:
             results.extend(output.ended)
             stop.set()

@@ -75,6 +75,21 @@ async def test_only_metrics_are_served() -> None:
         await asyncio.to_thread(get, "/metrics")
 
 
+def test_first_tokens_that_are_delivered_early_are_counted_with_their_step() -> None:
+    worker = WorkerMetrics()
+    worker.stepped(0.01, tokens=3, first_tokens=3)
+    worker.stepped(None, tokens=2, first_tokens=2)
+    worker.stepped(0.01, tokens=3, first_tokens=0)
+    lines = rendered(worker.all)
+    for line in (
+        'weft_worker_step_seconds_count{model=""} 2.0',
+        'weft_worker_step_tokens_sum{model=""} 8.0',
+        'vllm:inter_token_latency_seconds_count{model_name=""} 3.0',
+        'vllm:generation_tokens_total{model_name=""} 8.0',
+    ):
+        assert line in lines, lines
+
+
 def test_a_worker_counts_its_jobs() -> None:
     worker = WorkerMetrics()
     cost = Cost(queue_s=0.5, prefill_s=1.0, decode_s=2.0, prefill_tokens=6, cached_tokens=4, steps=3, prefill_steps=1)

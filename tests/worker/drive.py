@@ -55,10 +55,20 @@ class Recorded:
     def launched(self, predicted_s: float) -> None:
         self.predictions.append(predicted_s)
 
+    def begun(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+
     def stepped(self, output: StepOutput) -> None:
         self.outputs.append(output)
         if output.ended:
             self.ended.set()
+
+    def wait_for_ends(self, count: int, seconds: float = 60.0) -> bool:
+        """Whether this many jobs end in time."""
+        until = time.monotonic() + seconds
+        while sum(len(output.ended) for output in self.outputs) < count and time.monotonic() < until:
+            time.sleep(0.001)
+        return sum(len(output.ended) for output in self.outputs) >= count
 
 
 @dataclass

@@ -105,6 +105,9 @@ class Ends:
     def launched(self, predicted_s: float, /) -> None:
         assert predicted_s >= 0
 
+    def begun(self, output: StepOutput, /) -> None:
+        raise AssertionError("texts have no first tokens")
+
     def stepped(self, output: StepOutput, /) -> None:
         with self._changed:
             self.by_key.update({ended.key: ended for ended in output.ended})

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services import hashing
+from services.worker.engine import generation
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason
 from services.worker.options import EngineOptions
@@ -302,6 +303,34 @@ def test_the_loop_sleeps_until_there_is_work(engine: EngineMaker) -> None:
     fresh.wake()
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_first_tokens_of_a_large_step_are_delivered_before_its_others(
+    engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [job(key, prompt_of(20, seed=key), max_tokens=6) for key in range(5)]
+    expected = run(engine(step_tokens=64), *jobs)
+    monkeypatch.setattr(generation, "_LARGE_STEP", 5)
+    fresh = engine(step_tokens=64)
+    for each in jobs:  # The budget lets three prompts begin in the first step, and two beside them in the second.
+        fresh.submit(each)
+    events, stop = Recorded(), threading.Event()
+    thread = threading.Thread(target=fresh.run, args=(events, stop))
+    thread.start()
+    answers = {each.key: Answer() for each in jobs}
+    assert events.wait_for_ends(5)
+    stop.set()
+    fresh.wake()
+    thread.join()
+    for output in events.outputs:
+        for token in output.tokens:
+            answers[token.key].add(token)
+    places = [[(token.key, token.position) for token in output.tokens] for output in events.outputs[:3]]
+    assert places == [[(0, 0), (1, 0), (2, 0)], [(3, 0), (4, 0)], [(0, 1), (1, 1), (2, 1)]]
+    assert {key: answer.tokens for key, answer in answers.items()} == {
+        key: answer.tokens for key, answer in expected.items()
+    }
+    assert fresh.stats().active_blocks == 0
 
 
 def test_an_engine_takes_its_threads_from_the_options(engine: EngineMaker) -> None:

@@ -81,3 +81,33 @@ async def test_first_tokens_of_a_step_are_delivered_before_its_others() -> None:
     with engine_thread.EngineThread(engine, receiver, receiver):
         assert await asyncio.to_thread(engine.done.wait, 5)
     assert receiver.received == [(2, 0), (4, 0), (1, 8), (2, 1), (3, 2)]
+
+
+async def test_first_tokens_of_a_step_that_is_not_over_are_written_before_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FIRST_WAIT_S", 10.0)
+    happened: list[str] = []
+
+    class Engine(OneStepEngine):
+        def run(self, events: EngineEvents, stop: threading.Event) -> None:
+            events.launched(0.1)
+            events.begun(StepOutput([TokenOut(2, 0, 5)], []))
+            self.happened_before = list(self.happened)
+            events.stepped(self.output)
+            self.done.set()
+
+    engine: Any = Engine(StepOutput([TokenOut(1, 3, 5)], []), happened)
+    receiver: Any = Receiver(happened, asyncio.get_running_loop())
+    steps: list[tuple[list[TokenOut], bool]] = []
+    deliver = receiver.deliver
+
+    def delivered(output: StepOutput, step_s: float | None) -> None:
+        steps.append((output.tokens, step_s is None))
+        deliver(output, step_s)
+
+    receiver.deliver = delivered
+    with engine_thread.EngineThread(engine, receiver, receiver):
+        assert await asyncio.to_thread(engine.done.wait, 5)
+    assert engine.happened_before[:2] == ["delivered", "written"]
+    assert steps == [([TokenOut(2, 0, 5)], True), ([TokenOut(1, 3, 5)], False)]

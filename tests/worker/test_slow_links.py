@@ -67,6 +67,9 @@ class Running:
     def launched(self, predicted_s: float) -> None:
         """Not of interest."""
 
+    def begun(self, output: StepOutput) -> None:
+        self.stepped(output)
+
     def stepped(self, output: StepOutput) -> None:
         self.drawn += output.tokens
         for token in output.tokens:

@@ -62,6 +62,9 @@ class EngineEvents(Protocol):
     def launched(self, predicted_s: float, /) -> None:
         """A step begins. predicted_s: how long it is predicted to take, seconds."""
 
+    def begun(self, output: StepOutput, /) -> None:
+        """Answers have begun in a large step, whose other results follow with `stepped`."""
+
     def stepped(self, output: StepOutput, /) -> None:
         """A step is over, or jobs have ended without one."""
 

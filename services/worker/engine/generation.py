@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.scored_prompts import ScoredPrompts
 from services.worker.engine.step_times import StepTimes
+from services.worker.engine.steps_in_flight import StepInFlight, StepPart
 from services.worker.engine.structured import FormedRow, StructuredJobs, likely, refused
 from services.worker.errors import CheckpointError
 from services.worker.job import (
@@ -57,35 +57,13 @@ IDLE_WAIT_S = 0.5
 _FETCH_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed while all jobs wait for blocks
 _LOAD_WAIT_S = 0.001  # between two looks at an adapter for which all jobs wait
 _WARM_UP_KEY = -1
+_LARGE_STEP = 512
+"""Rows of a step from which on the first tokens of answers are delivered before its other tokens. To look at so many
+takes some milliseconds; for fewer a second message to each gateway costs more than it saves."""
 _NO_GUESSES = GuessCounts()
 
 _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
-
-
-@dataclass(slots=True)
-class _StepPart:
-    """Rows that were launched together."""
-
-    rows: list[Row]
-    preemptions: list[int]
-    """For each row, how often its sequence had been paused: a later pause makes the row void."""
-    handle: Any
-    """The runner's own."""
-
-
-@dataclass(slots=True)
-class _StepInFlight:
-    """A step that has been launched and not yet collected."""
-
-    parts: list[_StepPart]
-    """More than one if a launch failed and the rows were split."""
-    prefill: int
-    """Prompt tokens."""
-    decodes: bool
-    guesses: bool
-    """Whether it was planned with the values of all tokens known: none may be launched before it is over."""
-    launched_s: float
 
 
 class GenerationEngine:
@@ -139,7 +117,7 @@ class GenerationEngine:
         """No job has an earlier one."""
         self._computed: list[Sequence] = []
         """Those whose prompts were computed in this step."""
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._last_end_s = 0.0
         self._steps = 0
         self._events: EngineEvents | None = None
@@ -401,11 +379,11 @@ class GenerationEngine:
                 job.started_s = began
         guesses = any(row.guesses for row in rows) if self.speculation else False
         parts = self._launch_rows(rows, edits, output)
-        self._in_flight.append(_StepInFlight(parts, prefill, len(rows) > prompts, guesses, began))
+        self._in_flight.append(StepInFlight(parts, prefill, len(rows) > prompts, guesses, began))
         self._undrawn = undrawn
         self._draw_alone(output)
 
-    def _launch_rows(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[_StepPart]:
+    def _launch_rows(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[StepPart]:
         """Launch the rows; if that fails, each half of them with its slots' edits, so that one bad job fails alone."""
         try:
             self.profiler.enter("packing")
@@ -418,7 +396,7 @@ class GenerationEngine:
                 return []
         else:
             self.planner.launched(rows)
-            return [_StepPart(rows, [row.sequence.preemptions for row in rows], handle)]
+            return [StepPart(rows, [row.sequence.preemptions for row in rows], handle)]
         half = len(rows) // 2
         late = {row.sequence.slot for row in rows[half:]}
         first = self._launch_rows(rows[:half], [edit for edit in edits if edit.slot not in late], output)
@@ -470,21 +448,34 @@ class GenerationEngine:
         job = self._jobs.get(sequence.job.key)
         return None if job is None or job.sequence is not sequence or sequence.preemptions != preemptions else job
 
-    def _collect(self, part: _StepPart, result: StepResult, output: StepOutput) -> None:
-        now, sampled, index = time.monotonic(), result.sampled, -1
+    def _collect(self, part: StepPart, result: StepResult, output: StepOutput) -> None:
+        """Look at what the rows have drawn. In a large step the prompts' rows, which are its last, come first, and what
+        they have drawn is delivered before the others are looked at: clients wait for the beginnings of answers."""
         for place, scores in result.scores.items():
             if self._job_of(part.rows[place], part.preemptions[place]) is not None:
                 output.scores += self._scored.report(part.rows[place], scores)
-        for row, preemptions, finite in zip(part.rows, part.preemptions, result.finite, strict=True):
+        answers = len(part.rows)
+        if answers >= _LARGE_STEP:
+            answers = part.answers()
+            self._collect_rows(part, result, answers, len(part.rows), output)
+            if output.tokens and self._events is not None:
+                self._events.begun(output.take())
+        self._collect_rows(part, result, 0, answers, output)
+
+    def _collect_rows(self, part: StepPart, result: StepResult, begin: int, end: int, output: StepOutput) -> None:
+        now, sampled = time.monotonic(), result.sampled
+        index = sum(row.samples > 0 for row in part.rows[:begin]) - 1
+        for place in range(begin, end):
+            row = part.rows[place]
             index += row.samples > 0
-            job = self._job_of(row, preemptions)
+            job = self._job_of(row, part.preemptions[place])
             if job is None:
                 continue  # These tokens are dropped.
             job.steps += 1
             if row.start < row.sequence.prefill_end:
                 job.prefill_steps += 1
                 job.prefill_tokens += row.tokens
-            if not finite:
+            if not result.finite[place]:
                 self._fail(job, None, output)
             elif row.samples:
                 self._advance(job, row, sampled, index, now, output)

@@ -72,10 +72,17 @@ class EngineThread:
         if predicted_s > _LONG_STEP_S:
             self._loop.call_soon_threadsafe(self._attachment.changed)
 
+    def begun(self, output: StepOutput) -> None:
+        """Answers have begun in a step that is not over."""
+        self._pass(output, None)
+
     def stepped(self, output: StepOutput) -> None:
-        """A step is over: deliver its output, waiting while too many outputs are not delivered yet."""
+        """A step is over."""
         launched_at, self._launched_at = self._launched_at, None
-        step_s = None if launched_at is None else time.monotonic() - launched_at
+        self._pass(output, None if launched_at is None else time.monotonic() - launched_at)
+
+    def _pass(self, output: StepOutput, step_s: float | None) -> None:
+        """Have an output delivered, waiting while too many are not delivered yet."""
         while len(self._undelivered) >= _MOST_UNDELIVERED and not self._stop.is_set():
             self._taken.clear()
             if len(self._undelivered) >= _MOST_UNDELIVERED:

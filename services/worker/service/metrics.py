@@ -31,6 +31,8 @@ class WorkerMetrics:
         self.all = metrics.Metrics()
         self._model = ""
         self._last_step_at = 0.0
+        self._begun = 0
+        """Tokens of a step that is not over."""
         add = self.all
         self._jobs = add.counter("weft_worker_jobs", "Ended jobs by reason.", "model", "reason")
         self._prefill = add.counter("weft_worker_prefill_tokens", "Prompt tokens computed.", "model")
@@ -120,13 +122,17 @@ class WorkerMetrics:
         """Records a step with `tokens` new tokens, `first_tokens` of which are the first of their jobs. `extra` of them
         came together with another one of their job.
 
-        `seconds` is the step's duration, or None if the step computed nothing.
+        `seconds` is the step's duration, or None if the step computed nothing, or if it is not over: then these tokens
+        are counted with it when it is.
         """
         now, before = time.monotonic(), self._last_step_at
-        self._last_step_at = now
-        if seconds is not None:
+        if seconds is None:
+            self._begun += tokens
+        else:
+            self._last_step_at = now
             self._step.observe(seconds, self._model)
-            self._rows.observe(tokens, self._model)
+            self._rows.observe(self._begun + tokens, self._model)
+            self._begun = 0
         if tokens > first_tokens + extra:  # A job with a later token had its previous one from the previous step.
             self._itl.observe(now - before, self._model, times=tokens - first_tokens - extra)
         if extra:
