@@ -62,7 +62,9 @@ def count_penalties(logits_SV: Tensor, counts_SV: Tensor, presence_S: Tensor, fr
 
 def mask_logits(logits_SV: Tensor, lines_M: Tensor, masks_MW: Tensor) -> None:
     """Set the logits of tokens without a bit to minus infinity, in place, in the lines of `lines_M` (int64). Bit v % 32
-    of word v // 32 of a mask (int32) is 1 if token v may be drawn; tokens beyond its last word may not."""
+    of word v // 32 of a mask (int32) is 1 if token v may be drawn; tokens beyond its last word may not. Masks of lines
+    below 0 are ignored."""
+    masks_MW, lines_M = masks_MW[lines_M >= 0], lines_M[lines_M >= 0]
     bits = masks_MW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks_MW.device) & 1
     allowed = F.pad(bits.flatten(1), (0, max(0, logits_SV.shape[1] - 32 * masks_MW.shape[1])))[:, : logits_SV.shape[1]]
     logits_SV[lines_M] = logits_SV[lines_M].masked_fill(allowed == 0, -torch.inf)

@@ -366,14 +366,18 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool
 
 
 def check_masks(samples: int, masks: int, vocab: int, words: int, dtype: torch.dtype) -> None:
-    """Random masks over some lines of logits; tokens beyond a mask's last word are forbidden."""
+    """Random masks over some lines of logits, the second one of no line; tokens beyond a mask's last word are
+    forbidden."""
     logits, lines = rand(samples, vocab, dtype=dtype), torch.randperm(samples, device=DEVICE)[:masks]
+    lines[1:2] = -1
     packed = torch.randint(-(1 << 31), 1 << 31, (masks, words), device=DEVICE).int()
     want = logits.clone()
     reference.mask_logits(want, lines, packed)
     mask_logits(logits, lines, packed)
     assert torch.equal(logits, want)
     for mask, line in enumerate(lines.tolist()):
+        if line < 0:
+            continue
         forbidden = [
             token for token in range(vocab) if token // 32 >= words or not packed[mask, token // 32] >> token % 32 & 1
         ]

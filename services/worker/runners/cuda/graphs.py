@@ -106,10 +106,10 @@ class Graphs:
         compute: Callable[[Sizes, Kind, int], Computed | None],
         pool: Any,
         longest: int | None = None,
-    ) -> None:
+    ) -> Computed | None:
         """Capture a step that is smaller than those of its kind before it, with memory from this pool. `compute` is
         `GpuForward.run`; the words on the device are those of a step without rows. longest: tokens of a row, of a step
-        with guesses."""
+        with guesses. -> what it computes."""
         most = long_tokens(sizes, kind) if longest is None else longest
         compute(sizes, kind, most)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
@@ -117,6 +117,7 @@ class Graphs:
         with torch.cuda.graph(graph, pool=pool):
             computed = compute(sizes, kind, most)
         self.captured[kind].insert(0, Graph(sizes, graph.replay, computed, longest or 1))
+        return computed
 
     def wanted(self) -> list[tuple[Sizes, Kind]]:
         """Sizes and kinds of all graphs; the largest of each kind first."""

@@ -6,8 +6,9 @@ from the step before, and arrive while the GPU computes: then the logits are mas
 step without such rows is the same as if there were no masks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +22,19 @@ from services.worker.runners.base import Masks, Sampled
 from services.worker.runners.cuda.logprobs import TopLogprobs
 
 
+class _Graph(NamedTuple):
+    """Captured masks and draws, for all lines of some logits."""
+
+    replay: Callable[[], None]
+    drawn: Samples
+
+
 @dataclass(slots=True)
 class MaskedRows:
-    """The rows of a step that draw under masks: M lines of its logits, one for each token that is drawn."""
+    """The rows of a step that draw under masks: M of the S lines of its logits, one for each token that is drawn."""
 
     lines: list[int]
-    """[M]: of the S lines of logits."""
+    """[M]."""
     slots: list[int]
     """[S]: the slot of each line; of one that is not drawn from again, the padding slot."""
     positions: list[int]
@@ -68,6 +76,8 @@ class MaskedDraws:
         """Where the last draws of rows with guesses go: they may not be kept."""
         self._uploads: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
         """Masks are sent while the GPU computes the logits."""
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        """By the address of the logits that captured steps leave, and their number of lines."""
         self._undrawn: MaskedRows | None = None
         """Of the step that was launched last."""
         self._uncollected: MaskedRows | None = None
@@ -82,8 +92,13 @@ class MaskedDraws:
                 rows.guessed = _copied(rows.guessed)
 
     def launched(self, rows: MaskedRows, logits: Tensor, guessed: StepInputs | None) -> None:
-        """A step with these rows was launched. logits [S, V]; guessed: its inputs, if it has guesses."""
-        rows.logits, rows.guessed = logits, guessed
+        """A step with these rows was launched. logits [S', V], of which lines from S on are padding; guessed: its
+        inputs, if it has guesses: then padding is left out."""
+        padding = len(logits) - len(rows.slots)
+        if guessed is None:
+            rows.slots += [len(self._last_token) - 1] * padding
+            rows.positions += [0] * padding
+        rows.logits, rows.guessed = logits[: len(rows.slots)], guessed
         self._undrawn = rows
 
     @torch.inference_mode()
@@ -99,19 +114,31 @@ class MaskedDraws:
         self._uncollected = rows
         for place, numbers in enumerate((rows.slots, rows.positions, rows.lines)):
             self._host_lists[place, : len(numbers)] = numbers
+        self._host_lists[2, count:samples] = -1
         end = self._head + masks.size
         self._host_words[self._head : end] = masks.reshape(-1)
         self._send(end)
-        drawn = self._launch(rows.logits, count, end, rows.guessed)
-        reported = 3 * samples + rows.rows
-        self._host_report[:reported].copy_(self._report[:reported], non_blocking=True)
+        graph = self._graphs.get((rows.logits.data_ptr(), samples)) if rows.guessed is None else None
+        if graph is not None:
+            graph.replay()
+        drawn = graph.drawn if graph is not None else self._launch(rows.logits, count, rows.guessed)
         rows.tops.send(rows.logits, drawn.totals)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Launch the kernels on these logits [S, V], which are destroyed, for the padding slot."""
-        self._host_lists[0], self._host_lists[1:] = len(self._last_token) - 1, 0
+        """Launch the kernels on these logits [S, V] for the padding slot."""
+        self._host_lists[0], self._host_lists[1], self._host_lists[2] = len(self._last_token) - 1, 0, -1
         self._sent.copy_(self._staged)
-        self._launch(logits, 1, self._head + (len(self._sent) - self._head) // self._most)
+        self._launch(logits, 1)
+
+    def capture(self, logits: Tensor, pool: Any) -> None:
+        """Capture masks and draws for the logits [S, V] that a captured step leaves, with memory from this pool. To
+        launch the kernels one by one takes the host half a millisecond, in which the GPU may have nothing to do."""
+        self.warm_up(logits)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            drawn = self._launch(logits, len(logits))
+        self._graphs[logits.data_ptr(), len(logits)] = _Graph(graph.replay, drawn)
 
     def collect(self, rows: MaskedRows) -> None:
         """Note what the rows have drawn. The step is over."""
@@ -140,17 +167,20 @@ class MaskedDraws:
             self._sent[:end].copy_(self._staged[:end], non_blocking=True)
         torch.cuda.current_stream().wait_stream(self._uploads)
 
-    def _launch(self, logits: Tensor, count: int, end: int, guessed: StepInputs | None = None) -> Samples:
+    def _launch(self, logits: Tensor, count: int, guessed: StepInputs | None = None) -> Samples:
+        """Mask up to `count` lines, draw from all, and copy the report to the host."""
         samples, settings, into = len(logits), self._settings, self._last_token
         slots, positions, lines = self._sent[: self._head].view(torch.int64).view(3, self._most)
         slots, positions = slots[:samples], positions[:samples]
-        mask_logits(logits, lines[:count], self._sent[self._head : end].view(count, -1))
+        mask_logits(logits, lines[:count], self._sent[self._head :].view(self._most, -1)[:count])
         if guessed is None:
             drawn = sampling.sample(logits, settings, slots, positions)
         else:
             drawn, into = self._draw_along(logits, slots, positions, guessed), self._no_slots
         report = self._report[: 3 * samples].view(3, samples)
         step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, slots, into, report)
+        reported = 3 * samples + (len(guessed.contexts) if guessed is not None else 0)
+        self._host_report[:reported].copy_(self._report[:reported], non_blocking=True)
         return drawn
 
     def _draw_along(self, logits: Tensor, slots: Tensor, positions: Tensor, guessed: StepInputs) -> Samples:

@@ -186,7 +186,9 @@ class GpuRunner:
             for done, (graphs, adapted, sizes, kind) in enumerate(wanted):
                 progress(done, total)
                 self._send_alone(step_words.empty_step(), sizes)
-                graphs.capture(sizes, kind, self._compute(sizes, adapted), pool)
+                computed = graphs.capture(sizes, kind, self._compute(sizes, adapted), pool)
+                if computed is not None and kind is Kind.ANSWERS:
+                    self._masked.capture(computed.logits, pool)
             for done, (graphs, adapted, sizes, longest) in enumerate(guesses, len(wanted)):
                 progress(done, total)
                 self._capture_guesses(graphs, adapted, sizes, longest, pool)
@@ -416,7 +418,7 @@ class GpuRunner:
             report.tensor[: len(computed.report)].copy_(computed.report, non_blocking=True)
             tops.send(computed.logits, computed.samples.totals)
             if masked is not None:
-                self._masked.launched(masked, computed.logits[: len(slots)], computed.guessed)
+                self._masked.launched(masked, computed.logits, computed.guessed)
         step = GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
         self._follow(rows, sizes, computed)
         return step
