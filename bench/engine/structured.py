@@ -6,10 +6,10 @@
 
 Without --gpu: the demo model answers random schemas with sampling, beside unconstrained requests. Each finished
 answer must be valid by `jsonschema`, and each unconstrained one must equal the answer that it has alone; otherwise the
-exit code is 1. With --gpu: the mean time of a step of an 8B shape with random weights and a synthetic tokenizer,
-whose rows are unconstrained, constrained or both, and what of it the host spends on what; the goal for a step of
-constrained rows is 105% of an unconstrained one. All steps have the same rows in the same order, whether constrained or
-not, so that the free rows have the same logits and must have the same tokens. With --guesses: tokens/s of such a
+exit code is 1. With --gpu: the mean and the median time of a step of an 8B shape with random weights and a synthetic
+tokenizer, whose rows are unconstrained, constrained or both, and what of it the host spends on what; the goal for both
+with constrained rows is 105% of a step without any. All steps have the same rows in the same order, whether constrained
+or not, so that the free rows have the same logits and must have the same tokens. With --guesses: tokens/s of such a
 model's answers to a schema of records, without guesses and with those of `ngram` and of the schema.
 """
 
@@ -312,18 +312,22 @@ def on_gpu(model: str, batch: int, schemas: int) -> Iterator[Figure]:
         host.clear()
 
     times: dict[int, float] = {}
+    medians: dict[int, float] = {}
     runs: list[dict[int, list[int]]] = []
     for number, constrained in enumerate((0, 1, batch, 0, 1, batch)):  # twice: the first round warms up
         jobs = _jobs(batch, constrained, vocab, 1 + number * batch)
         seconds, tokens = step_times(built.engine, jobs, settled)
         runs.append(tokens)
         times[constrained] = statistics.fmean(seconds) * 1e3
+        medians[constrained] = statistics.median(seconds) * 1e3
         if number < 3:
             continue
         yield Figure(
             f"step, {constrained} of {batch} rows constrained", times[constrained], "ms",
             goal=f"<= {times[0] * 1.05:.4f}" if constrained else "", note=f"host: {host.medians()} ms",
         )  # fmt: skip
+        goal = f"<= {medians[0] * 1.05:.4f}" if constrained else ""
+        yield Figure("  its median", medians[constrained], "ms", goal=goal)
         yield Figure("  its p99", percentile(seconds, 0.99) * 1e3, "ms")
         if constrained:
             masks = [each[1] * 1e6 for each in forms.steps]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.structured.compiler import GuidanceForms
 from tests.checkpoints import SMALL_DEMO
 from tests.worker.drive import open_engine, run
@@ -22,7 +23,8 @@ def test_captured_draws_are_those_of_single_launches(monkeypatch: pytest.MonkeyP
         settings: dict[str, Any] = {"dtype": "float32", "deterministic": True, "kv_blocks": 512}
         made = open_engine(SMALL_DEMO, engine="gpu", **settings)
         made.use_forms(forms)
-        draws: Any = made.runner._masked  # type: ignore[attr-defined]
+        assert isinstance(made.runner, GpuRunner)
+        draws = made.runner._masked
         assert draws._graphs, "no draws were captured"
         if not captured:
             draws._graphs.clear()

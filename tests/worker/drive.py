@@ -56,7 +56,7 @@ class Recorded:
         self.predictions.append(predicted_s)
 
     def begun(self, output: StepOutput) -> None:
-        self.outputs.append(output)
+        self.stepped(output)
 
     def stepped(self, output: StepOutput) -> None:
         self.outputs.append(output)

@@ -58,8 +58,8 @@ _FETCH_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed whi
 _LOAD_WAIT_S = 0.001  # between two looks at an adapter for which all jobs wait
 _WARM_UP_KEY = -1
 _LARGE_STEP = 512
-"""Rows of a step from which on the first tokens of answers are delivered before its other tokens. To look at so many
-takes some milliseconds; for fewer a second message to each gateway costs more than it saves."""
+"""In a step of this many rows or more the engine delivers the first tokens of answers before it looks at the other
+rows, which takes some milliseconds. In a smaller step clients would gain less, for one more message to each gateway."""
 _NO_GUESSES = GuessCounts()
 
 _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")

@@ -74,14 +74,14 @@ class EngineThread:
 
     def begun(self, output: StepOutput) -> None:
         """Answers have begun in a step that is not over."""
-        self._pass(output, None)
+        self._pass_on(output, None)
 
     def stepped(self, output: StepOutput) -> None:
         """A step is over."""
         launched_at, self._launched_at = self._launched_at, None
-        self._pass(output, None if launched_at is None else time.monotonic() - launched_at)
+        self._pass_on(output, None if launched_at is None else time.monotonic() - launched_at)
 
-    def _pass(self, output: StepOutput, step_s: float | None) -> None:
+    def _pass_on(self, output: StepOutput, step_s: float | None) -> None:
         """Have an output delivered, waiting while too many are not delivered yet."""
         while len(self._undelivered) >= _MOST_UNDELIVERED and not self._stop.is_set():
             self._taken.clear()
