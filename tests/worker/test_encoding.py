@@ -35,20 +35,25 @@ class SumRunner:
         self.batches: list[int] = []
         """Tokens of each batch that was computed."""
         self.in_flight = self.most_in_flight = 0
+        self._counting = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
 
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self.in_flight += more
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
     def launch(self, batch: Sequence[TextTokens], /) -> Sequence[TextTokens]:
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self._count(1)
         if any(POISON in text.token_ids for text in batch):
-            self.in_flight -= 1
+            self._count(-1)
             raise RuntimeError("poison")
         return batch
 
     def collect(self, launched: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
         self.gate.wait(10)
-        self.in_flight -= 1
+        self._count(-1)
         tokens = sum(len(text.token_ids) for text in launched)
         assert tokens <= MOST_TOKENS
         if any(LATE_POISON in text.token_ids for text in launched):
@@ -56,6 +61,18 @@ class SumRunner:
         self.batches.append(tokens)
         sums = [math.nan if NAN in text.token_ids else sum(text.token_ids) for text in launched]
         return np.array([[len(text.token_ids), total] for text, total in zip(launched, sums, strict=True)], np.float32)
+
+
+class MeetingRunner(SumRunner):
+    """Computes a batch only beside another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both = threading.Barrier(2, timeout=10)
+
+    def launch(self, batch: Sequence[TextTokens], /) -> Sequence[TextTokens]:
+        self._both.wait()
+        return super().launch(batch)
 
 
 class FirstTokens(EncoderNetwork):
@@ -81,9 +98,11 @@ class FirstTokens(EncoderNetwork):
         return token_ids[starts[:-1]].float()[:, None]
 
 
-def engine_of(runner: EncoderRunner[Any], longest_wait_s: float = 0.0, most_texts: int = 64) -> EncodingEngine:
+def engine_of(
+    runner: EncoderRunner[Any], longest_wait_s: float = 0.0, most_texts: int = 64, lanes: int = 1
+) -> EncodingEngine:
     batch = DynamicBatch(MOST_TOKENS, most_texts, longest_wait_s)
-    return EncodingEngine(runner, frozenset({"embed"}), MOST_LENGTH, batch)
+    return EncodingEngine(runner, frozenset({"embed"}), MOST_LENGTH, batch, lanes=lanes)
 
 
 def job(key: int, *texts: list[int], **settings: float) -> Job:
@@ -134,10 +153,15 @@ def values(ended: Ended) -> list[list[float]]:
     return numbers
 
 
-depths = pytest.mark.parametrize("depth", [1, 2])
+depths = pytest.mark.parametrize(("depth", "lanes"), [(1, 1), (2, 1), (1, 2)])
 
 
-@depths
+def wait_until_computing(engine: EncodingEngine) -> None:
+    while engine.stats().predicted_step_s == 0.0:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_two_hundred_texts_are_batched_without_padding(depth: int) -> None:
     runner = SumRunner(depth)
     engine, lengths = engine_of(runner), [1 + index * 7 % MOST_LENGTH for index in range(200)]
@@ -153,9 +177,9 @@ def test_two_hundred_texts_are_batched_without_padding(depth: int) -> None:
 
 
 @depths
-def test_a_poisoned_text_fails_alone(depth: int) -> None:
+def test_a_poisoned_text_fails_alone(depth: int, lanes: int) -> None:
     runner = SumRunner(depth)
-    engine = engine_of(runner)
+    engine = engine_of(runner, lanes=lanes)
     for key in range(8):
         engine.submit(job(key, [key, key], [POISON if key == 3 else 1], [5]))
     engine.submit(job(8, [NAN]))
@@ -193,14 +217,13 @@ def test_far_deadlines_of_ended_jobs_are_not_kept(monkeypatch: pytest.MonkeyPatc
 
 
 @depths
-def test_jobs_end_by_cancel_deadline_and_bad_texts(depth: int) -> None:
+def test_jobs_end_by_cancel_deadline_and_bad_texts(depth: int, lanes: int) -> None:
     runner = SumRunner(depth)
-    engine = engine_of(runner)
+    engine = engine_of(runner, lanes=lanes)
     runner.gate.clear()
     with Ends(engine) as ends:
         engine.submit(job(1, [1]))
-        while engine.stats().predicted_step_s == 0.0:  # The batch of the first job is computed now.
-            time.sleep(0.001)
+        wait_until_computing(engine)
         engine.submit(job(2, [1]))
         engine.submit(job(3, [1], deadline=time.monotonic() - 1))
         engine.submit(job(4, [1] * (MOST_LENGTH + 1)))
@@ -213,9 +236,9 @@ def test_jobs_end_by_cancel_deadline_and_bad_texts(depth: int) -> None:
 
 
 @depths
-def test_a_batch_waits_for_texts_that_come_and_no_longer(depth: int) -> None:
+def test_a_batch_waits_for_texts_that_come_and_no_longer(depth: int, lanes: int) -> None:
     runner = SumRunner(depth)
-    engine = engine_of(runner, longest_wait_s=30.0)
+    engine = engine_of(runner, longest_wait_s=30.0, lanes=lanes)
     with Ends(engine) as ends:
         engine.submit(job(0, [1]))
         ends.wait(1)  # Nothing else is expected: it did not wait for half a minute.
@@ -223,3 +246,30 @@ def test_a_batch_waits_for_texts_that_come_and_no_longer(depth: int) -> None:
             engine.submit(job(key, [1] * 3))
         ends.wait(30)
     assert len(runner.batches) < 15
+
+
+def test_full_batches_are_computed_side_by_side_in_lanes() -> None:
+    runner = MeetingRunner()
+    engine = engine_of(runner, lanes=2)
+    for key in range(8):
+        engine.submit(job(key, [key] * MOST_LENGTH))
+    with Ends(engine) as ends:
+        ended = ends.wait(8)
+    assert [values(ended[key]) for key in range(8)] == [[[MOST_LENGTH, key * MOST_LENGTH]] for key in range(8)]
+    assert runner.batches == [MOST_TOKENS] * 4
+
+
+def test_few_texts_wait_for_the_batch_in_flight_and_many_begin_beside_it() -> None:
+    runner = SumRunner()
+    engine = engine_of(runner, lanes=2)
+    runner.gate.clear()
+    with Ends(engine) as ends:
+        engine.submit(job(1, [1]))
+        wait_until_computing(engine)
+        for key in range(2, 2 + MOST_TOKENS):
+            engine.submit(job(key, [1]))
+        while runner.most_in_flight < 2:
+            time.sleep(0.001)
+        runner.gate.set()
+        ends.wait(1 + MOST_TOKENS)
+    assert sorted(runner.batches) == [1, MOST_TOKENS]

@@ -1,4 +1,5 @@
-"""Dynamic batching of an encoder: jobs with texts in, vectors out. One thread launches batches and collects them.
+"""Dynamic batching of an encoder: jobs with texts in, vectors out. One thread launches batches and collects them; on
+a CPU lanes compute them.
 
 Knows the batch's policy and a runner that it is handed, no device, no checkpoint and no network.
 """
@@ -21,6 +22,7 @@ from services import failpoints
 from services.worker.engine.base import BlockLoan, BlockRead, EngineEvents
 from services.worker.engine.finish_vectors import ScoreKind, finished
 from services.worker.engine.inbox import Arrival, Cancel, Inbox
+from services.worker.engine.lanes import Lanes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.step_times import StepTimes
 from services.worker.errors import CheckpointError
@@ -47,6 +49,9 @@ _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this t
 _WRONG = Failure("INVALID_ARGUMENT", "INVALID", "the job has no texts for this encoder")
 _WARM_UP_KEY = -1
 _NO_DECODING_S = 1e-9
+_BESIDE_TOKENS = 64
+"""Texts that wait for a free lane beside a batch in flight begin at this many tokens: products of fewer rows take more
+time for each, and the texts that the batch's end brings can share them."""
 _FEW_DEADLINES = 1024
 """Deadlines of ended jobs that are kept beside those of as many as there are."""
 
@@ -81,7 +86,7 @@ class _Batch:
     texts: Sequence[WaitingText]
     tokens: int
     launched: Any
-    """The runner's handle; None: it could not be launched."""
+    """The handle of the runner or of its lane; None: it could not be launched."""
     began: float
 
 
@@ -103,8 +108,10 @@ class EncodingEngine:
         batch: DynamicBatch,
         scores: ScoreKind | None = None,
         recorder: Callable[[], Recorder] = PhaseRecorder,
+        lanes: int = 1,
     ) -> None:
-        """most_length: tokens of a text. scores: how the runner's scores of labels become shares; None: it embeds."""
+        """most_length: tokens of a text. scores: how the runner's scores of labels become shares; None: it embeds.
+        lanes: batches that are computed at the same time; more than one needs a runner of `Lanes`."""
         self.runner, self.capabilities, self.most_length = runner, capabilities, most_length
         self.batch, self.scores = batch, scores
         self.profiler = Profiler(recorder)
@@ -117,6 +124,7 @@ class EncodingEngine:
         self._steps = 0
         self._events: EngineEvents | None = None
         self.inbox = Inbox()
+        self._lanes = Lanes(runner, lanes, self.inbox.wake) if lanes > 1 else None
 
     def use_peers(self, peers: Peers) -> None:
         """An encoder has no blocks to fetch."""
@@ -162,22 +170,21 @@ class EncodingEngine:
     def run(self, events: EngineEvents, stop: threading.Event) -> None:
         """Compute batches until `stop` is set and `wake` is called; sleep while no text waits or more are expected.
 
-        A batch is launched behind another one only if it is full: until that one is over, more texts may come.
+        A batch is launched behind another one only if it is full: until that one is over, more texts may come. In a
+        free lane it is launched as soon as it is worth it.
         """
         self._events = events
         while not stop.is_set():
             output = StepOutput([], [])
             self._take_messages(output)
             wait_s = self.batch.wait_s(time.monotonic())
-            if self._in_flight:
-                if self.batch.is_full and len(self._in_flight) < self.runner.depth:
-                    self._launch()
-                else:
-                    self._collect(output)
-            elif wait_s == 0.0:
+            if self._may_launch(wait_s):
                 self._launch()
+            elif (batch := self._to_collect()) is not None:
+                self._collect(batch, output)
             elif not output.ended:
-                self.inbox.sleep(min(wait_s, IDLE_WAIT_S), stop.is_set)
+                most_s = IDLE_WAIT_S if self._in_flight else min(wait_s, IDLE_WAIT_S)
+                self.inbox.sleep(most_s, lambda: stop.is_set() or self._to_collect() is not None)
             if output.ended:
                 events.stepped(output)
 
@@ -185,7 +192,21 @@ class EncodingEngine:
         """Compute the next batch."""
         self._launch()
         while self._in_flight:
-            self._collect(output)
+            self._collect(self._in_flight[0], output)
+
+    def _may_launch(self, wait_s: float) -> bool:
+        """Whether a batch is to be launched now. wait_s: how long it may wait for more texts."""
+        if not self._in_flight:
+            return wait_s == 0.0
+        if self._lanes is None:
+            return self.batch.is_full and len(self._in_flight) < self.runner.depth
+        return self.batch.tokens >= _BESIDE_TOKENS and len(self._in_flight) < self._lanes.count
+
+    def _to_collect(self) -> _Batch | None:
+        """The batch in flight to collect next: the oldest, which is waited for; of those in lanes one that is over."""
+        if self._lanes is None:
+            return self._in_flight[0] if self._in_flight else None
+        return next((batch for batch in self._in_flight if batch.launched is None or batch.launched.done()), None)
 
     def _launch(self) -> None:
         """Launch the next batch."""
@@ -208,15 +229,16 @@ class EncodingEngine:
         self._in_flight.append(_Batch(texts, tokens, launched, began))
         self.profiler.step_ends()
 
-    def _collect(self, output: StepOutput) -> None:
-        """Collect the oldest batch in flight. Where the runner computes meanwhile, the next one is launched before the
-        ends of this one are written."""
-        batch = self._in_flight.popleft()
+    def _collect(self, batch: _Batch, output: StepOutput) -> None:
+        """Collect this batch in flight. Where the runner computes meanwhile, the next one is launched before the ends
+        of this one are written."""
+        self._in_flight.remove(batch)
         self.profiler.enter("waiting")
         vectors = self._wait(batch)
         self.profiler.step_ends()
         now = time.monotonic()
-        self.step_times.observe(batch.tokens, False, now - max(batch.began, self._collected_at))
+        began = batch.began if self._lanes else max(batch.began, self._collected_at)
+        self.step_times.observe(batch.tokens, False, now - began)
         self._collected_at = now
         self._steps += 1
         if not self._in_flight:
@@ -253,25 +275,30 @@ class EncodingEngine:
         self._steps = 0
 
     def _launch_texts(self, batch: Sequence[WaitingText]) -> Any:
-        """The runner's handle."""
+        """The handle of the runner or of a lane."""
         texts = [self._jobs[each.key].tokens_of(each.place) for each in batch]
         for text in texts if failpoints.ARMED else ():
             failpoints.hit("engine.step", text.token_ids)
-        return self.runner.launch(texts)
+        return self._lanes.launch(texts) if self._lanes else self.runner.launch(texts)
 
     def _wait(self, batch: _Batch) -> Vectors | None:
         """The vectors of a batch; None: it failed."""
         if batch.launched is None:
             return None
         try:
-            return self.runner.collect(batch.launched)
+            return self._collected(batch.launched)
         except Exception:
             return None
+
+    def _collected(self, launched: Any) -> Vectors:
+        """Waits for the vectors of a launched batch."""
+        vectors: Vectors = launched.result() if self._lanes else self.runner.collect(launched)
+        return vectors
 
     def _compute(self, batch: Sequence[WaitingText], output: StepOutput) -> None:
         """Compute these texts; if that fails, each half of them, so that one bad text fails alone."""
         try:
-            vectors = self.runner.collect(self._launch_texts(batch))
+            vectors = self._collected(self._launch_texts(batch))
         except Exception as error:
             if len(batch) == 1:
                 log.error("a text of job %d failed: %s", batch[0].key, type(error).__name__)

@@ -23,10 +23,14 @@ from services.worker.models.raw_config import RawConfig
 from services.worker.options import RUNTIMES, EngineOptions, Progress
 from services.worker.planner.dynamic_batch import DynamicBatch
 from services.worker.runners.base import EncoderRunner
+from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
 from services.worker.runners.lone_texts import LoneTextRunner
 
 _NO_ENCODERS = ("tensorrt", "compile", "paced")
 """Engines that compute decoders alone."""
+_MOST_LANES = 2
+_IN_LANES = (CpuEncoderRunner, LoneTextRunner)
+"""Runners that compute a batch when it is launched, and that several threads may call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     progress("checkpoint", 1, 1)
     runner, parameters = _make_runner(source, length, options, progress)
     batch = DynamicBatch(runner.most_tokens, options.max_batch_size, options.max_wait_ms / 1e3)
-    engine = EncodingEngine(runner, _tasks(config.head), length, batch, _score_kind(config.head), TorchRecorder)
+    tasks, kind, lanes = _tasks(config.head), _score_kind(config.head), _lanes_of(runner)
+    engine = EncodingEngine(runner, tasks, length, batch, kind, TorchRecorder, lanes)
     progress("warm-up", 0, 1)
     engine.warm_up()
     progress("warm-up", 1, 1)
@@ -77,8 +82,15 @@ def _read_source(folder: Path) -> EncoderSource | DecoderSource:
 
 
 def _default_threads() -> int:
-    """Torch's choice, at most all cores but one: the messages of a text take as long as its network."""
-    return max(1, min(torch.get_num_threads(), available_cores() - 1))
+    """Torch's choice, at most a lane's share of the cores."""
+    return max(1, min(torch.get_num_threads(), available_cores() // _MOST_LANES))
+
+
+def _lanes_of(runner: EncoderRunner[Any]) -> int:
+    """Batches that are computed at the same time: one, but on a CPU by torch as many as there are cores for. Messages
+    that take a core for a moment delay one of them, whose threads wait for one another."""
+    count = min(_MOST_LANES, available_cores() // torch.get_num_threads())
+    return max(1, count) if isinstance(runner, _IN_LANES) else 1
 
 
 def _check_options(options: EngineOptions) -> None:
@@ -114,7 +126,6 @@ def _make_runner(
         return runner, parameters
     from services.worker.build.encoders.lone_texts import with_lone_texts
     from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
-    from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
 
     model, parameters = source.load(CpuEncoderOps(), options, progress)
     return with_lone_texts(CpuEncoderRunner(model, most_tokens), source, options), parameters

@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels.operands import Pooling
 from services.worker.models.encoders.config import EncoderConfig
 from services.worker.runners.base import TextTokens, Vectors
-from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
 from services.worker.runners.runtime.text_session import TextCall, TextSession
 
 
@@ -25,7 +24,7 @@ class RuntimeTextRunner:
         self.session, self.config, self.most_tokens = session, config, most_tokens
         self.computed_tokens = 0
         """Tokens that the runtime computed since the start: as many as the texts have."""
-        self._pooling, self._ops = pooling, CpuEncoderOps()
+        self._pooling = pooling
 
     @property
     def width(self) -> int:
@@ -35,36 +34,40 @@ class RuntimeTextRunner:
     @torch.inference_mode()
     def launch(self, batch: Sequence[TextTokens], /) -> Vectors:
         """Compute a vector for each text. Raises ValueError for too many tokens."""
-        tokens = sum(len(text.token_ids) for text in batch)
-        if tokens > self.most_tokens:
-            raise ValueError(f"{tokens} tokens, most are {self.most_tokens}")
+        lengths = [len(text.token_ids) for text in batch]
+        if sum(lengths) > self.most_tokens:
+            raise ValueError(f"{sum(lengths)} tokens, most are {self.most_tokens}")
+        if len(batch) == 1:  # Without the 0.1 ms that sorting and copying take where the network has used the caches.
+            return self._encode(batch)
         vectors: npt.NDArray[np.float32] = np.empty((len(batch), self.width), np.float32)
-
-        def length_of(index: int) -> int:
-            return len(batch[index].token_ids)
-
-        for _, group in groupby(sorted(range(len(batch)), key=length_of), key=length_of):
+        for _, group in groupby(sorted(range(len(batch)), key=lengths.__getitem__), key=lengths.__getitem__):
             same = list(group)
-            call = _call([batch[index] for index in same])
-            self.computed_tokens += call.input_ids.numel()
-            vectors[same] = self._vectors(self.session.compute(call)).numpy()
+            vectors[same] = self._encode([batch[index] for index in same])
         return vectors
 
     def collect(self, launched: Vectors, /) -> Vectors:
         """The vectors."""
         return launched
 
-    def _vectors(self, computed: Tensor) -> Tensor:
-        """Hidden states [B, S, hidden] or scores [B, labels] -> [B, width]."""
-        if self.config.head:
-            return computed
-        texts, length, _ = computed.shape
-        return self._ops.pool(computed.flatten(0, 1), torch.arange(texts + 1) * length, self._pooling)
+    def _encode(self, texts: Sequence[TextTokens]) -> Vectors:
+        """The vectors of texts of one length."""
+        call = _call(texts)
+        self.computed_tokens += call.input_ids.numel()
+        computed = self.session.compute(call)
+        vectors: Vectors = (computed if self.config.head else _pool(computed, self._pooling)).numpy()
+        return vectors
+
+
+def _pool(hidden: Tensor, pooling: Pooling) -> Tensor:
+    """[B, S, hidden] of texts of one length -> [B, hidden]."""
+    if pooling is Pooling.MEAN:
+        return hidden.mean(1)
+    return hidden.amax(1) if pooling is Pooling.MAX else hidden[:, 0 if pooling is Pooling.CLS else -1]
 
 
 def _call(texts: Sequence[TextTokens]) -> TextCall:
     """Texts of one length."""
-    ids = torch.from_numpy(np.stack([np.asarray(text.token_ids, np.int64) for text in texts]))
+    ids = torch.from_numpy(np.array([text.token_ids for text in texts], np.int64))
     segments = torch.zeros_like(ids)
     for row, text in enumerate(texts):
         if text.second:
