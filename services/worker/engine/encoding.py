@@ -49,9 +49,8 @@ _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this t
 _WRONG = Failure("INVALID_ARGUMENT", "INVALID", "the job has no texts for this encoder")
 _WARM_UP_KEY = -1
 _NO_DECODING_S = 1e-9
-_BESIDE_TOKENS = 64
-"""Texts that wait for a free lane beside a batch in flight begin at this many tokens: products of fewer rows take more
-time for each, and the texts that the batch's end brings can share them."""
+_WORTH_A_BATCH = 256
+"""Tokens of a batch from which on more of them hardly lessen the time of each."""
 _FEW_DEADLINES = 1024
 """Deadlines of ended jobs that are kept beside those of as many as there are."""
 
@@ -170,8 +169,8 @@ class EncodingEngine:
     def run(self, events: EngineEvents, stop: threading.Event) -> None:
         """Compute batches until `stop` is set and `wake` is called; sleep while no text waits or more are expected.
 
-        A batch is launched behind another one only if it is full: until that one is over, more texts may come. In a
-        free lane it is launched as soon as it is worth it.
+        A batch is launched behind another one only if it is full: until that one is over, more texts may come. A free
+        lane begins with a batch as soon as enough texts wait.
         """
         self._events = events
         while not stop.is_set():
@@ -200,7 +199,9 @@ class EncodingEngine:
             return wait_s == 0.0
         if self._lanes is None:
             return self.batch.is_full and len(self._in_flight) < self.runner.depth
-        return self.batch.tokens >= _BESIDE_TOKENS and len(self._in_flight) < self._lanes.count
+        # Half of what is computed, so that the batches of all lanes stay alike: small ones take more time for a token.
+        enough = min(_WORTH_A_BATCH, sum(batch.tokens for batch in self._in_flight) / 2)
+        return self.batch.tokens >= enough and len(self._in_flight) < self._lanes.count
 
     def _to_collect(self) -> _Batch | None:
         """The batch in flight to collect next: the oldest, which is waited for; of those in lanes one that is over."""
