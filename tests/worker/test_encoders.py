@@ -127,18 +127,26 @@ def test_scores_of_heads_are_those_of_transformers(tmp_path: Path, family: str, 
     assert built.engine.capabilities == ({"rank"} if labels == 1 else {"classify"})
 
 
-@pytest.mark.parametrize(("cores", "threads", "taken"), [(2, 2, 1), (1, 1, 1), (16, 16, 15), (16, 4, 4)])
-def test_an_encoder_leaves_a_core_to_messages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, taken: int
+@pytest.mark.parametrize(
+    ("cores", "threads", "setting", "taken", "lanes"),
+    [(2, 2, {}, 1, 2), (1, 1, {}, 1, 1), (16, 16, {}, 8, 2), (16, 4, {}, 4, 2), (2, 2, {"threads": 2}, 2, 1)],
+)
+def test_an_encoder_shares_the_cores_out_to_its_lanes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    threads: int,
+    setting: dict[str, int],
+    taken: int,
+    lanes: int,
 ) -> None:
-    found: list[int] = []
+    found = [threads]
     monkeypatch.setattr(assemble, "available_cores", lambda: cores)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    build(make_encoder(tmp_path))
-    assert found == [taken]
-    build(make_encoder(tmp_path), threads=3)
-    assert found == [taken, 3]
+    engine = build(make_encoder(tmp_path), **setting).engine
+    assert found == [threads, taken]
+    assert (engine._lanes.count if engine._lanes else 1) == lanes
 
 
 def test_int8_weights_stay_close(tmp_path: Path) -> None:
