@@ -28,7 +28,7 @@ from weft.launch.supervisor import Supervisor
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROCESSES = 3
-PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "20", "MAX_BATCH_SIZE": "64"}
+PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "60", "MAX_BATCH_SIZE": "64"}
 KEY = "weft-key-of-a-tenant"
 OPERATORS_KEY = "weft-key-of-an-operator"
 WAIT_S = 60.0
