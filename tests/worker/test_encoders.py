@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from services.worker.build.encoders import assemble
 from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
+from services.worker.build.export import export
 from services.worker.job import EncodeTask, Ended, Job, SamplingParams, StepOutput
 from services.worker.options import EngineOptions
 from tests.encoders import CONTEXT, FAMILIES, TEXTS, add_modules, make_encoder, make_tokenizer
@@ -147,6 +148,19 @@ def test_an_encoder_shares_the_cores_out_to_its_lanes(
     engine = build(make_encoder(tmp_path), **setting).engine
     assert found == [threads, taken]
     assert (engine._lanes.count if engine._lanes else 1) == lanes
+
+
+def test_an_encoder_in_another_engine_has_one_lane_and_leaves_a_core_to_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    folder, found = make_encoder(tmp_path), list[int]()
+    export(folder, folder / "onnx", "onnx", lambda *_: None)
+    monkeypatch.setattr(assemble, "available_cores", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    assert build(folder, engine="onnxruntime").engine._lanes is None
+    assert found == [15]
 
 
 def test_int8_weights_stay_close(tmp_path: Path) -> None:

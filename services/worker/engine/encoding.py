@@ -110,7 +110,7 @@ class EncodingEngine:
         lanes: int = 1,
     ) -> None:
         """most_length: tokens of a text. scores: how the runner's scores of labels become shares; None: it embeds.
-        lanes: batches that are computed at the same time; more than one needs a runner of `Lanes`."""
+        lanes: batches that are computed at the same time; several threads call the runner if there is more than one."""
         self.runner, self.capabilities, self.most_length = runner, capabilities, most_length
         self.batch, self.scores = batch, scores
         self.profiler = Profiler(recorder)

@@ -1,4 +1,4 @@
-"""Computes batches of texts side by side, each on a thread of its own. Knows a runner, no jobs and no policy."""
+"""Lanes: threads that each compute one batch of texts at a time. A lane knows its runner, no jobs and no policy."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -23,14 +23,12 @@ from services.worker.models.raw_config import RawConfig
 from services.worker.options import RUNTIMES, EngineOptions, Progress
 from services.worker.planner.dynamic_batch import DynamicBatch
 from services.worker.runners.base import EncoderRunner
-from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
 from services.worker.runners.lone_texts import LoneTextRunner
 
 _NO_ENCODERS = ("tensorrt", "compile", "paced")
 """Engines that compute decoders alone."""
 _MOST_LANES = 2
-_IN_LANES = (CpuEncoderRunner, LoneTextRunner)
-"""Runners that compute a batch when it is launched, and that several threads may call."""
+"""Batches that an encoder in torch on a CPU computes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,16 @@ class BuiltEncoder:
 def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> BuiltEncoder:
     """Load the checkpoint in this folder and warm the engine up. Raises CheckpointError."""
     _check_options(options)
-    if threads := options.threads or (0 if options.on_gpu else _default_threads()):
-        torch.set_num_threads(threads)
     progress("checkpoint", 0, 1)
     source = _read_source(folder)
+    lanes = _lanes(source, options)
+    if threads := options.threads or (0 if options.on_gpu else _default_threads(lanes)):
+        torch.set_num_threads(threads)
     config, length = source.config, _most_length(source.config, source.settings, options)
     progress("checkpoint", 1, 1)
     runner, parameters = _make_runner(source, length, options, progress)
     batch = DynamicBatch(runner.most_tokens, options.max_batch_size, options.max_wait_ms / 1e3)
-    tasks, kind, lanes = _tasks(config.head), _score_kind(config.head), _lanes_of(runner)
+    tasks, kind = _tasks(config.head), _score_kind(config.head)
     engine = EncodingEngine(runner, tasks, length, batch, kind, TorchRecorder, lanes)
     progress("warm-up", 0, 1)
     engine.warm_up()
@@ -81,16 +80,19 @@ def _read_source(folder: Path) -> EncoderSource | DecoderSource:
     return (read_source if encoder_family(raw.architecture) else read_decoder_source)(folder, raw)
 
 
-def _default_threads() -> int:
-    """Torch's choice, at most a lane's share of the cores."""
-    return max(1, min(torch.get_num_threads(), available_cores() // _MOST_LANES))
+def _lanes(source: EncoderSource | DecoderSource, options: EngineOptions) -> int:
+    """Batches that are computed at the same time. Threads of one batch wait for one another, those of two do not: where
+    messages take a core for a moment, they delay one batch alone."""
+    if isinstance(source, DecoderSource) or options.on_gpu or options.engine in RUNTIMES:
+        return 1
+    return max(1, min(_MOST_LANES, available_cores() // (options.threads or 1)))
 
 
-def _lanes_of(runner: EncoderRunner[Any]) -> int:
-    """Batches that are computed at the same time: one, but on a CPU by torch as many as there are cores for. Messages
-    that take a core for a moment delay one of them, whose threads wait for one another."""
-    count = min(_MOST_LANES, available_cores() // torch.get_num_threads())
-    return max(1, count) if isinstance(runner, _IN_LANES) else 1
+def _default_threads(lanes: int) -> int:
+    """Threads of a batch: torch's choice, at most a lane's share of the cores; one lane leaves a core to the messages,
+    which take as long as a text's network."""
+    cores = available_cores()
+    return max(1, min(torch.get_num_threads(), cores // lanes if lanes > 1 else cores - 1))
 
 
 def _check_options(options: EngineOptions) -> None:
@@ -126,6 +128,7 @@ def _make_runner(
         return runner, parameters
     from services.worker.build.encoders.lone_texts import with_lone_texts
     from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
+    from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
 
     model, parameters = source.load(CpuEncoderOps(), options, progress)
     return with_lone_texts(CpuEncoderRunner(model, most_tokens), source, options), parameters
