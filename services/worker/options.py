@@ -167,8 +167,8 @@ class EngineOptions(BaseModel):
         None,
         ge=1,
         description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice. An "
-        "encoder in torch computes two batches at a time, each with half of the cores; other engines take all cores "
-        "but one for it, onnxruntime all.",
+        "encoder in torch computes two batches at a time, from 12 cores on three and from 16 on four, which share the "
+        "cores out; other engines take all cores but one for it, onnxruntime all.",
     )
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
     paced_prefill_rate: float = Field(

@@ -130,7 +130,16 @@ def test_scores_of_heads_are_those_of_transformers(tmp_path: Path, family: str, 
 
 @pytest.mark.parametrize(
     ("cores", "threads", "setting", "taken", "lanes"),
-    [(2, 2, {}, 1, 2), (1, 1, {}, 1, 1), (16, 16, {}, 8, 2), (16, 4, {}, 4, 2), (2, 2, {"threads": 2}, 2, 1)],
+    [
+        (1, 1, {}, 1, 1),
+        (2, 2, {}, 1, 2),
+        (8, 8, {}, 4, 2),
+        (16, 16, {}, 4, 4),
+        (32, 32, {}, 8, 4),
+        (32, 4, {}, 4, 4),
+        (2, 2, {"threads": 2}, 2, 1),
+        (16, 16, {"threads": 6}, 6, 2),
+    ],
 )
 def test_an_encoder_shares_the_cores_out_to_its_lanes(
     tmp_path: Path,

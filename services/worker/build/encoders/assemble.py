@@ -27,8 +27,10 @@ from services.worker.runners.lone_texts import LoneTextRunner
 
 _NO_ENCODERS = ("tensorrt", "compile", "paced")
 """Engines that compute decoders alone."""
-_MOST_LANES = 2
+_LEAST_LANES, _MOST_LANES = 2, 4
 """Batches that an encoder in torch on a CPU computes at a time."""
+_CORES_OF_A_LANE = 4
+"""More cores make more lanes, as far as there may be more: four threads wait less for one another than eight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ def _lanes(source: EncoderSource | DecoderSource, options: EngineOptions) -> int
     messages take a core for a moment, they delay one batch alone."""
     if isinstance(source, DecoderSource) or options.on_gpu or options.engine in RUNTIMES:
         return 1
-    return max(1, min(_MOST_LANES, available_cores() // (options.threads or 1)))
+    cores = available_cores()
+    if options.threads:
+        return max(1, min(_MOST_LANES, cores // options.threads))
+    return min(max(_LEAST_LANES, min(_MOST_LANES, cores // _CORES_OF_A_LANE)), cores)
 
 
 def _default_threads(lanes: int) -> int:
