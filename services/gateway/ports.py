@@ -49,6 +49,8 @@ class Ports:
         self._public = rpc.PublicDoor(tls, access.requires_keys)
         rpc.check_address(settings.listen, self._public.protected, settings.allow_unprotected)
         self._probe = AcceptProbe()
+        self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the ports are to be closed."""
         self.gate = LoadGate(settings.gateway_most_calls, lambda: backend.metrics.in_flight, self._probe.wait_s)
         early = self._answers.early_refusal
         backend.metrics.load(self.gate.share_now, lambda: self.gate.refused + early.refused)
@@ -69,6 +71,7 @@ class Ports:
 
     async def close(self) -> None:
         """Refuses new calls, and gives running ones `drain_s` seconds to end."""
+        self._stopping.set_result(None)
         await self._probe.close()  # Else the server would break its connection, which gRPC logs.
         stopping = [self.grpc.stop(self._settings.drain_s)]
         await asyncio.gather(*stopping, *([self._http.stop()] if self._http is not None else []))
@@ -83,7 +86,8 @@ class Ports:
 
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings
-        native, kserve = InferenceService(self._answers, self._encoding), KServeService(self._answers, self._kserve)
+        native = InferenceService(self._answers, self._encoding)
+        kserve = KServeService(self._answers, self._kserve, self._stopping)
         return await rpc.serve(
             settings.listen,
             [

@@ -434,9 +434,15 @@ class FakeMesh:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.channel.close()
-        await self._gateway.__aexit__(None, None, None)
+        await self.stop_gateway()
         for name in list(self.servers):
             await self.stop(name)
+
+    async def stop_gateway(self) -> None:
+        """Stops the gateway as SIGTERM does, if it runs."""
+        running, self._gateway = self._gateway, None
+        if running is not None:
+            await running.__aexit__(None, None, None)
 
     def served(self) -> list[mesh_pb2.ServedModel]:
         """The model, served by all workers."""

@@ -309,6 +309,21 @@ async def test_a_stream_that_ends_its_requests_gets_all_answers(mesh: FakeMesh) 
     assert text_of(await asyncio.wait_for(reading, 10)) == LOREM
 
 
+async def test_a_gateway_that_stops_answers_what_is_under_way() -> None:
+    async with asyncio.timeout(30), FakeMesh(drain_s=60) as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at = 5
+        streams: list[Any] = [stub(mesh).ModelStreamInfer() for _ in range(2)]
+        await streams[0].write(ask(stream=False))
+        await until(lambda: worker.sent == 5)
+        stopping = asyncio.create_task(mesh.stop_gateway())
+        assert (await status_of(streams[1].read()))[0] is StatusCode.UNAVAILABLE
+        worker.hold_at = None
+        assert text_of([await streams[0].read()]) == LOREM
+        assert (await status_of(streams[0].read()))[0] is StatusCode.UNAVAILABLE
+        await stopping
+
+
 async def test_a_malformed_message_is_invalid(mesh: FakeMesh) -> None:
     unary: Any = mesh.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     call = unary(b"\xff\xff\xff")

@@ -13,6 +13,7 @@ from grpc import StatusCode, aio
 from protos import inference_pb2 as api
 from protos import kserve_pb2 as kserve
 from services import telemetry, validate
+from services.calls.streams import answer_side_by_side
 from services.errors import WeftError, internal
 from services.gateway.access.authorizer import Authorizer, Credentials
 from services.gateway.answers.call import Call, Deliver, Finish, Part
@@ -78,9 +79,11 @@ class KServeModels:
 class KServeService:
     """Serves inference.GRPCInferenceService."""
 
-    def __init__(self, service: AnswerService, models: KServeModels) -> None:
+    def __init__(self, service: AnswerService, models: KServeModels, stopping: "asyncio.Future[None]") -> None:
+        """`stopping` is done once the gateway stops: its streams then end when their requests are answered."""
         self._service = service
         self._models = models
+        self._stopping = stopping
 
     async def ServerLive(self, request: kserve.ServerLiveRequest, context: Context) -> kserve.ServerLiveResponse:
         """The process runs."""
@@ -156,7 +159,7 @@ class KServeService:
         await context.send_initial_metadata(())
         metadata = dict(context.invocation_metadata() or ())
         stream = _Stream(self._service, self._models, context, metadata.get("triton_grpc_error") == "true")
-        await stream.run(requests)
+        await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
 
 
 class _Stream:
@@ -169,19 +172,9 @@ class _Stream:
         self._context = context
         self._errors_end = errors_end
         self._writing = asyncio.Lock()
-        self._room = asyncio.Semaphore(MOST_REQUESTS)
 
-    async def run(self, requests: AsyncIterator[kserve.ModelInferRequest]) -> None:
-        """Reads requests until the caller has sent the last one, and answers all of them."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                async for request in requests:
-                    await self._room.acquire()
-                    group.create_task(self._answer(request))
-        except ExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
-
-    async def _answer(self, request: kserve.ModelInferRequest) -> None:
+    async def answer(self, request: kserve.ModelInferRequest) -> None:
+        """Answers one of them. Raises WeftError if it ends the call."""
         asked: Asked | None = None
         try:
             asked = messages.parse(request)
@@ -194,8 +187,6 @@ class _Stream:
         except Exception as error:
             telemetry.log_exception("unexpected exception in a request of a stream", error)
             await self._write(answers.failed(asked, request.id, internal()))
-        finally:
-            self._room.release()
 
     async def _parts(self, asked: Asked) -> None:
         replies = answers.Replies(asked, self._only_model)
