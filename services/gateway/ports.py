@@ -86,7 +86,9 @@ class Ports:
 
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings
-        native = InferenceService(self._answers, self._encoding)
+        native = InferenceService(
+            self._answers, self._encoding, self._refusal, settings.gateway_stall_s, self._stopping
+        )
         kserve = KServeService(self._answers, self._kserve, self._stopping)
         return await rpc.serve(
             settings.listen,

@@ -153,30 +153,69 @@ async def test_a_poisoned_text_fails_alone_and_is_named(stub: Stub) -> None:
     assert all(len(reply.embeddings) == 1 for reply in await asyncio.gather(*good))
 
 
-@pytest.mark.parametrize(
-    ("request_", "field", "reason"),
-    [
-        (api.EmbedRequest(), "inputs", "INVALID_FIELD"),
-        (embed(*["x"] * 2049), "inputs", "INVALID_FIELD"),
-        (embed("x", ""), "inputs[1].text", "EMPTY_INPUT"),
-        (api.EmbedRequest(inputs=[api.Input()]), "inputs[0]", "EMPTY_INPUT"),
-        (embed("x", []), "inputs[1].token_ids", "EMPTY_INPUT"),
-        (embed("fox " * 100), "inputs[0]", "CONTEXT_EXCEEDED"),
-        (embed([2, 5000]), "inputs[0]", "TOKEN_OUT_OF_RANGE"),
-        (embed("x", dimensions=9), "dimensions", "DIMENSIONS_UNSUPPORTED"),
-        (embed("x", dimensions=0), "dimensions", "INVALID_FIELD"),
-        (embed("x", prompt_name="passage"), "prompt_name", "PROMPT_UNKNOWN"),
-        (embed([2, 3], prompt_name="query"), "prompt_name", "PROMPT_UNSUPPORTED"),
-        (embed("x", options=api.EncodeOptions(priority=101)), "options.priority", "INVALID_FIELD"),
-        (embed("x", options=api.EncodeOptions(request_id="a b")), "options.request_id", "INVALID_FIELD"),
-        (embed("x", options=api.EncodeOptions(model="other")), "model", "MODEL_NOT_FOUND"),
-    ],
-)
+WRONG = [
+    (api.EmbedRequest(), "inputs", "INVALID_FIELD"),
+    (embed(*["x"] * 2049), "inputs", "INVALID_FIELD"),
+    (embed("x", ""), "inputs[1].text", "EMPTY_INPUT"),
+    (api.EmbedRequest(inputs=[api.Input()]), "inputs[0]", "EMPTY_INPUT"),
+    (embed("x", []), "inputs[1].token_ids", "EMPTY_INPUT"),
+    (embed("fox " * 100), "inputs[0]", "CONTEXT_EXCEEDED"),
+    (embed([2, 5000]), "inputs[0]", "TOKEN_OUT_OF_RANGE"),
+    (embed("x", dimensions=9), "dimensions", "DIMENSIONS_UNSUPPORTED"),
+    (embed("x", dimensions=0), "dimensions", "INVALID_FIELD"),
+    (embed("x", prompt_name="passage"), "prompt_name", "PROMPT_UNKNOWN"),
+    (embed([2, 3], prompt_name="query"), "prompt_name", "PROMPT_UNSUPPORTED"),
+    (embed("x", options=api.EncodeOptions(priority=101)), "options.priority", "INVALID_FIELD"),
+    (embed("x", options=api.EncodeOptions(request_id="a b")), "options.request_id", "INVALID_FIELD"),
+    (embed("x", options=api.EncodeOptions(model="other")), "model", "MODEL_NOT_FOUND"),
+]
+"""Requests that are refused, each with the field and the reason of its error."""
+
+
+@pytest.mark.parametrize(("request_", "field", "reason"), WRONG)
 async def test_bad_fields_are_refused_by_name(stub: Stub, request_: api.EmbedRequest, field: str, reason: str) -> None:
     with pytest.raises(aio.AioRpcError) as failed:
         await stub.Embed(request_)
     error = from_rpc(failed.value)
     assert (error.field, error.reason) == (field, reason)
+
+
+async def streamed(stub: Stub, *requests: api.EmbedRequest) -> list[api.EmbedStreamResponse]:
+    """The responses to requests on one stream, in the order of the requests."""
+    messages = [api.EmbedStreamRequest(number=number, request=each) for number, each in enumerate(requests)]
+    responses = {each.number: each async for each in stub.EmbedStream(iter(messages))}
+    return [responses[number] for number in range(len(requests))]
+
+
+async def test_a_stream_returns_the_vectors_of_embed(stub: Stub, folder: Path) -> None:
+    tokens = [[2, 5 + place % 40, 6 + place // 40, 3] for place in range(300)]
+    responses = await streamed(stub, *map(embed, TEXTS), *map(embed, tokens))
+    own = np.array([each.response.embeddings[0].values for each in responses])
+    np.testing.assert_allclose(own[: len(TEXTS)], reference(folder, *TEXTS), atol=2e-5)
+    replies = await stub.Embed(embed(*tokens))
+    np.testing.assert_allclose(own[len(TEXTS) :], [each.values for each in replies.embeddings], atol=2e-5)
+    assert all(each.response.receipt.attempts == 1 for each in responses)
+
+
+async def test_a_stream_finds_vectors_in_the_cache(stub: Stub) -> None:
+    text = "".join(random.choices(string.ascii_lowercase, k=12))
+    [first] = await streamed(stub, embed(text, cache="READ_WRITE"))
+    assert not first.response.receipt.result_hit
+    async for receipt in _until_hit(stub, [text]):
+        assert receipt.result_hit
+    [again] = await streamed(stub, embed(text, cache="READ_WRITE"))
+    assert again.response.receipt.result_hit
+    assert list(again.response.embeddings) == list(first.response.embeddings)
+
+
+async def test_bad_requests_of_a_stream_fail_alone(stub: Stub) -> None:
+    poisoned, good = embed([2, 5, 3], [2, POISON, 3]), [embed([2, 5 + place, 3]) for place in range(20)]
+    responses = await streamed(stub, *(request for request, _, _ in WRONG), poisoned, *good)
+    errors = [each.error for each in responses[: len(WRONG) + 1]]
+    assert [(each.field, each.reason) for each in errors[:-1]] == [(field, reason) for _, field, reason in WRONG]
+    assert errors[-1].code == grpc.StatusCode.INTERNAL.value[0]
+    assert "inputs[1]" in errors[-1].message
+    assert all(len(each.response.embeddings) == 1 for each in responses[len(WRONG) + 1 :])
 
 
 async def test_what_an_embedder_does_not_do_is_refused_by_name(stub: Stub) -> None:

@@ -84,6 +84,13 @@ class FakeMesh(stubs.InferenceServicer):
         model = api.Receipt(model=request.options.model, request_id=request.options.request_id)
         return api.EmbedResponse(embeddings=[api.Embedding(values=[size, 0.5]) for size in sizes], receipt=model)
 
+    async def EmbedStream(
+        self, requests: AsyncIterator[api.EmbedStreamRequest], context: Context
+    ) -> AsyncIterator[api.EmbedStreamResponse]:
+        """The same for each request, one after another."""
+        async for each in requests:
+            yield api.EmbedStreamResponse(number=each.number, response=await self.Embed(each.request, context))
+
     async def Rank(self, request: api.RankRequest, context: Context) -> api.RankResponse:
         """The longest document first."""
         order = sorted(range(len(request.documents)), key=lambda place: -len(request.documents[place]))

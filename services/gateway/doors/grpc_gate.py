@@ -20,6 +20,7 @@ _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/"
 _PUBLIC = "/weft.v1.Inference/"
 _KSERVE = "/inference.GRPCInferenceService/"
 _PERMITTED_BY = {
+    f"{_PUBLIC}EmbedStream": "Embed",
     f"{_KSERVE}ModelInfer": "Complete",
     f"{_KSERVE}ModelStreamInfer": "Generate",
     f"{_KSERVE}ServerMetadata": "ListModels",
@@ -30,7 +31,7 @@ _PERMITTED_BY = {
     f"{_KSERVE}RepositoryModelLoad": "ListModels",
     f"{_KSERVE}RepositoryModelUnload": "ListModels",
 }
-"""The method of weft.v1 that a tenant's key must permit for a method of another protocol."""
+"""The method of weft.v1 that a tenant's key must permit for another method."""
 _ANSWERS = (f"{_PUBLIC}Generate", f"{_PUBLIC}Complete", f"{_KSERVE}ModelInfer")
 """Methods whose calls ask for one answer of a model."""
 _PROBES = (f"{_KSERVE}ServerLive", f"{_KSERVE}ServerReady")
@@ -55,11 +56,11 @@ class AuthCheck:
         """Whether a call to this method, "/package.Service/Method", is permitted. Raises WeftError."""
         if method.startswith(self._open):
             return
-        if method.startswith(_PUBLIC):
-            self._access.permit(method.removeprefix(_PUBLIC), credentials)
-            return
         if method in _PERMITTED_BY:
             self._access.permit(_PERMITTED_BY[method], credentials)
+            return
+        if method.startswith(_PUBLIC):
+            self._access.permit(method.removeprefix(_PUBLIC), credentials)
             return
         tenant = self._access.tenant(credentials)
         if not (method.startswith(_REFLECTION) and tenant.methods is None):

@@ -3,6 +3,8 @@
 The receipt is also sent in the trailing metadata; the initial metadata is sent once a worker has accepted the request.
 """
 
+import asyncio
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
@@ -10,22 +12,42 @@ from typing import Any, TypeAlias
 from grpc import aio
 
 from protos import inference_pb2 as api
+from services import telemetry, validate
+from services.calls.streams import answer_side_by_side
+from services.errors import WeftError, internal
+from services.gateway.access.authorizer import Refusal
 from services.gateway.answers.call import Accept, Call, Deliver, Part
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.deadline import Deadline
 from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
+from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
+MOST_REQUESTS = 256
+"""Most requests of a stream that are under way; further ones are read when one of them is answered."""
 
 
 class InferenceService:
     """Serves weft.v1.Inference."""
 
-    def __init__(self, answers: AnswerService, encoding: EncodeService) -> None:
+    def __init__(
+        self,
+        answers: AnswerService,
+        encoding: EncodeService,
+        refusal: Refusal,
+        stall_s: float,
+        stopping: "asyncio.Future[None]",
+    ) -> None:
+        """For streams of requests: `refusal` refuses requests as the port refuses calls. A stream ends when its client
+        reads nothing for `stall_s` seconds, or when `stopping` is done and its requests are answered."""
         self._answers = answers
         self._encoding = encoding
+        self._refusal = refusal
+        self._stall_s = stall_s
+        self._stopping = stopping
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
@@ -57,6 +79,13 @@ class InferenceService:
         """Returns a vector for each input."""
         return await self._encoding.embed(_encode_call("Embed", request, context))
 
+    async def EmbedStream(self, requests: AsyncIterator[api.EmbedStreamRequest], context: Context) -> None:
+        """Answers the requests of a stream, each when its vectors are there. An error ends its request alone."""
+        await context.send_initial_metadata(())
+        stream = _EmbedStream(self._encoding, self._refusal, context)
+        with Deadline(stream.timeline, None, self._stall_s):
+            await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
+
     async def Rank(self, request: api.RankRequest, context: Context) -> api.RankResponse:
         """Orders documents by how well they belong to a query."""
         return await self._encoding.rank(_encode_call("Rank", request, context))
@@ -64,6 +93,65 @@ class InferenceService:
     async def Classify(self, request: api.ClassifyRequest, context: Context) -> api.ClassifyResponse:
         """Scores the labels of each input."""
         return await self._encoding.classify(_encode_call("Classify", request, context))
+
+
+class _EmbedStream:
+    """The requests of one call of EmbedStream, which are answered side by side."""
+
+    def __init__(self, encoding: EncodeService, refusal: Refusal, context: Context) -> None:
+        self._encoding = encoding
+        self._refusal = refusal
+        self._context = context
+        metadata = tuple(context.invocation_metadata() or ())
+        self._credentials = credentials_of(metadata)
+        self._traceparent = _traceparent(metadata)
+        self._writing = asyncio.Lock()
+        self.timeline = Timeline()
+        """Its phase is DELIVER while a response is written."""
+
+    async def answer(self, request: api.EmbedStreamRequest) -> None:
+        """Writes the response to one of them."""
+        refused = self._refusal(self._credentials)
+        response = _failed(refused) if refused is not None else await self._response(request)
+        response.number = request.number
+        async with self._writing:  # gRPC writes one message at a time.
+            self.timeline.enter(Phase.DELIVER)
+            await self._context.write(response)
+            self.timeline.enter(Phase.OWN)
+
+    async def _response(self, request: api.EmbedStreamRequest) -> api.EmbedStreamResponse:
+        """What a call of Embed returns, or the error with which it fails."""
+        receipts: list[api.Receipt] = []
+        call = EncodeCall(
+            method="Embed",
+            protocol="grpc",
+            request=request.request,
+            credentials=self._credentials,
+            finish=receipts.append,
+            remaining_s=self._context.time_remaining(),
+            traceparent=request.traceparent or self._traceparent,
+        )
+        try:
+            validate.check_known(request, "request")
+            return api.EmbedStreamResponse(response=await self._encoding.embed(call))
+        except WeftError as error:
+            return _failed(error, *receipts)
+        except Exception as error:
+            telemetry.log_exception("unexpected exception in a request of a stream", error)
+            return _failed(internal(), *receipts)
+
+
+def _failed(error: WeftError, receipt: api.Receipt | None = None) -> api.EmbedStreamResponse:
+    """The response to a request that failed."""
+    described = api.RequestError(
+        code=error.code.value[0],
+        reason=error.reason,
+        message=error.message,
+        field=error.field,
+        retry_after_s=error.retry_after_s,
+        receipt=receipt,
+    )
+    return api.EmbedStreamResponse(error=described)
 
 
 def _encode_call(method: str, request: Request, context: Context) -> EncodeCall[Request]:
@@ -75,7 +163,7 @@ def _encode_call(method: str, request: Request, context: Context) -> EncodeCall[
         credentials=credentials_of(metadata),
         finish=partial(_send_receipt, context),
         remaining_s=context.time_remaining(),
-        traceparent=str(dict(metadata).get("traceparent", "")),
+        traceparent=_traceparent(metadata),
     )
 
 
@@ -83,22 +171,23 @@ def _call(
     method: str, request: api.GenerateRequest, context: Context, deliver: Deliver, accept: Accept | None = None
 ) -> Call:
     metadata = context.invocation_metadata() or ()
-    traceparent = ""
-    for key, value in metadata:
-        if key == "traceparent":
-            traceparent = str(value)
     return Call(
         method=method,
         protocol="grpc",
         request=request,
         credentials=credentials_of(metadata),
         remaining_s=context.time_remaining(),
-        traceparent=traceparent,
+        traceparent=_traceparent(metadata),
         deliver=deliver,
         whole=method == "Complete",
         finish=partial(_send_receipt, context),
         accept=accept,
     )
+
+
+def _traceparent(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The W3C trace context of a call's metadata; empty: none."""
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")
 
 
 def _send_receipt(context: Context, receipt: api.Receipt) -> None:
