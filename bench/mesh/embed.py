@@ -7,7 +7,8 @@ Everything runs on this machine, in rounds that alternate; the best of five coun
 lengths of search queries: a median of 8, a few up to 40. The engines have two threads each and are called in this
 process: with one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's
 whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
-(`onnx_server.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh has.
+(`onnx_server.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh has, one
+after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP.
 """
 
 import asyncio
@@ -130,9 +131,14 @@ async def embed(
     stub: Any, text: Sequence[int], cache: "api.CachePolicy.ValueType" = api.CACHE_POLICY_BYPASS
 ) -> api.EmbedResponse:
     """One text through the door."""
-    inputs = [api.Input(token_ids=api.TokenIds(ids=text))]
-    reply: api.EmbedResponse = await stub.Embed(api.EmbedRequest(inputs=inputs, options=api.EncodeOptions(cache=cache)))
+    reply: api.EmbedResponse = await stub.Embed(request_of(text, cache))
     return reply
+
+
+def request_of(text: Sequence[int], cache: "api.CachePolicy.ValueType") -> api.EmbedRequest:
+    """The request for the vector of one text."""
+    inputs = [api.Input(token_ids=api.TokenIds(ids=text))]
+    return api.EmbedRequest(inputs=inputs, options=api.EncodeOptions(cache=cache))
 
 
 async def from_clients(stub: Any, texts: Texts, clients: int) -> None:
@@ -194,7 +200,7 @@ async def measure_queries() -> list[Figure]:
 
 
 async def measure_hits() -> list[Figure]:
-    """Calls for vectors that Redis or the gateway has, over gRPC and HTTP, one after the other."""
+    """Calls for vectors that Redis or the gateway has, through each door in turn, one after the other."""
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="weft-embed-") as home:
         make_model(folder := Path(home) / "minilm")
@@ -240,6 +246,22 @@ async def over_grpc(mesh: Up) -> AsyncIterator[Call]:
         yield call
 
 
+@contextlib.asynccontextmanager
+async def over_stream(mesh: Up) -> AsyncIterator[Call]:
+    """Messages on one stream of `EmbedStream`."""
+    async with aio.insecure_channel(mesh.gateways[0]) as channel:
+        stream: Any = stubs.InferenceStub(channel).EmbedStream()
+
+        async def call(text: Sequence[int]) -> bool:
+            await stream.write(api.EmbedStreamRequest(request=request_of(text, api.CACHE_POLICY_READ_WRITE)))
+            reply = await stream.read()
+            assert reply.HasField("response"), reply
+            return bool(reply.response.receipt.result_hit)
+
+        yield call
+        await stream.done_writing()
+
+
 class Http:
     """Requests of /v1/embeddings on one connection, with vectors in base64 as OpenAI's clients ask for them."""
 
@@ -271,6 +293,7 @@ class Http:
 
 DOORS: Mapping[str, Callable[[Up], contextlib.AbstractAsyncContextManager[Call]]] = {
     "gRPC": over_grpc,
+    "gRPC stream": over_stream,
     "HTTP": Http.to,
 }
 
