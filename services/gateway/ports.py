@@ -89,7 +89,7 @@ class Ports:
         native = InferenceService(
             self._answers, self._encoding, self._refusal, settings.gateway_stall_s, self._stopping
         )
-        kserve = KServeService(self._answers, self._kserve, self._stopping)
+        kserve = KServeService(self._answers, self._kserve, self._answer_refusal, self._stopping)
         return await rpc.serve(
             settings.listen,
             [

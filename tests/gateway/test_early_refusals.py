@@ -15,7 +15,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from protos import inference_pb2 as api
+from protos import kserve_pb2 as kserve
 from protos import mesh_pb2
+from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.errors import exhausted
 from services.gateway.links import adaptive_limit, early_refusal, queue_share, unread_submissions
 from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, rejected, until
@@ -93,6 +95,20 @@ async def test_requests_for_a_full_queue_are_refused_unread_until_there_is_room(
         monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 1e9)
         mesh.scheduler.decide = None
         assert (await http_client.post("/v1/completions", json=TEXT)).json()["choices"][0]["text"] == LOREM
+
+
+async def test_requests_of_a_stream_for_a_full_queue_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowded(monkeypatch) as mesh:
+        monkeypatch.setattr(early_refusal, "_PAUSE_S", 1e9)  # None is read nevertheless.
+        streaming: Any = GRPCInferenceServiceStub(mesh.channel).ModelStreamInfer()
+        submits = len(mesh.scheduler.submits)
+        for _ in range(20):
+            await streaming.write(kserve.ModelInferRequest())  # Would be invalid if it was read.
+            parameters = (await streaming.read()).infer_response.parameters
+            assert parameters["error_reason"].string_param == "QUEUE_FULL"
+            assert parameters["retry_after_s"].double_param == 0.5
+        assert len(mesh.scheduler.submits) == submits
+        streaming.cancel()
 
 
 async def test_a_queue_that_is_nearly_full_has_the_gateway_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

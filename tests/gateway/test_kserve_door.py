@@ -439,6 +439,42 @@ async def test_keys_methods_models_and_limits_hold(tmp_path: Path) -> None:
         assert urgent is StatusCode.PERMISSION_DENIED
 
 
+async def test_a_gateway_without_room_refuses_a_request_of_a_stream() -> None:
+    async with asyncio.timeout(30), FakeMesh(gateway_most_calls=1) as mesh:
+        worker, streaming = mesh.workers[0], stub(mesh).ModelStreamInfer()
+        worker.hold_at = 5
+        await streaming.write(ask(stream=False))
+        await until(lambda: worker.sent == 5)
+        refused = ask("another")
+        refused.id = "refused"
+        await streaming.write(refused)
+        response = await streaming.read()
+        parameters = response.infer_response.parameters
+        assert (response.infer_response.id, finals([response])) == ("refused", [True])
+        assert parameters["error_code"].string_param == "RESOURCE_EXHAUSTED"
+        assert parameters["error_reason"].string_param == "GATEWAY_OVERLOADED"
+        assert parameters["retry_after_s"].double_param == 1
+        worker.hold_at = None
+        assert text_of([await streaming.read()]) == LOREM
+        await streaming.write(ask(stream=False))
+        assert text_of([await streaming.read()]) == LOREM
+        await streaming.done_writing()
+        assert await streaming.read() is aio.EOF
+    assert len(worker.jobs) == 2
+
+
+async def test_a_gateway_without_room_ends_the_stream_of_a_caller_who_asks_for_it() -> None:
+    async with asyncio.timeout(30), FakeMesh(gateway_most_calls=1) as mesh:
+        worker = mesh.workers[0]
+        streaming = stub(mesh).ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+        worker.hold_at = 5
+        for text in ("one", "two"):
+            await streaming.write(ask(text, stream=False))
+        code, _ = await status_of(streaming.read())
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: not worker.running)
+
+
 async def test_the_same_tokens_as_over_weft_v1(mesh: FakeMesh) -> None:
     expected = await generate(mesh.stub, ask_weft("hello world"))
     assert text_of(await stream(mesh, ask())) == expected.text()

@@ -15,7 +15,7 @@ from protos import kserve_pb2 as kserve
 from services import telemetry, validate
 from services.calls.streams import answer_side_by_side
 from services.errors import WeftError, internal
-from services.gateway.access.authorizer import Authorizer, Credentials
+from services.gateway.access.authorizer import Authorizer, Credentials, Refusal
 from services.gateway.answers.call import Call, Deliver, Finish, Part
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.serve import AnswerService
@@ -79,10 +79,14 @@ class KServeModels:
 class KServeService:
     """Serves inference.GRPCInferenceService."""
 
-    def __init__(self, service: AnswerService, models: KServeModels, stopping: "asyncio.Future[None]") -> None:
-        """`stopping` is done once the gateway stops: its streams then end when their requests are answered."""
+    def __init__(
+        self, service: AnswerService, models: KServeModels, refusal: Refusal, stopping: "asyncio.Future[None]"
+    ) -> None:
+        """For streams of requests: `refusal` refuses requests as the port refuses calls that ask for an answer. Once
+        `stopping` is done, the gateway stops: streams then end when their requests are answered."""
         self._service = service
         self._models = models
+        self._refusal = refusal
         self._stopping = stopping
 
     async def ServerLive(self, request: kserve.ServerLiveRequest, context: Context) -> kserve.ServerLiveResponse:
@@ -157,36 +161,48 @@ class KServeService:
     async def ModelStreamInfer(self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context) -> None:
         """Answers the requests of a stream, each as they come. An error ends its request alone."""
         await context.send_initial_metadata(())
-        metadata = dict(context.invocation_metadata() or ())
-        stream = _Stream(self._service, self._models, context, metadata.get("triton_grpc_error") == "true")
+        errors_end = dict(context.invocation_metadata() or ()).get("triton_grpc_error") == "true"
+        stream = _Stream(self._service, self._models, self._refusal, context, errors_end)
         await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
 
 
 class _Stream:
     """The requests of one call of ModelStreamInfer, which run at the same time."""
 
-    def __init__(self, service: AnswerService, models: KServeModels, context: Context, errors_end: bool) -> None:
+    def __init__(
+        self, service: AnswerService, models: KServeModels, refusal: Refusal, context: Context, errors_end: bool
+    ) -> None:
         """`errors_end`: the first error ends the call with its status, as callers may ask Triton."""
         self._service = service
         self._models = models
+        self._refusal = refusal
         self._context = context
+        self._credentials = _credentials(context)
         self._errors_end = errors_end
         self._writing = asyncio.Lock()
 
     async def answer(self, request: kserve.ModelInferRequest) -> None:
         """Answers one of them. Raises WeftError if it ends the call."""
+        refused = self._refusal(self._credentials)
+        if refused is not None:
+            await self._fail(request, None, refused)
+            return
         asked: Asked | None = None
         try:
             asked = messages.parse(request)
             await (self._whole if asked.stream is False else self._parts)(asked)
         except WeftError as error:
-            named = messages.renamed(error, asked)
-            if self._errors_end or error.code is StatusCode.ABORTED:  # Of a caller that does not read.
-                raise named from None
-            await self._write(answers.failed(asked, request.id, named))
+            await self._fail(request, asked, error)
         except Exception as error:
             telemetry.log_exception("unexpected exception in a request of a stream", error)
             await self._write(answers.failed(asked, request.id, internal()))
+
+    async def _fail(self, request: kserve.ModelInferRequest, asked: Asked | None, error: WeftError) -> None:
+        """Answers a request with its error. Raises WeftError if the error ends the call."""
+        named = messages.renamed(error, asked)
+        if self._errors_end or error.code is StatusCode.ABORTED:  # Of a caller that does not read.
+            raise named from None
+        await self._write(answers.failed(asked, request.id, named))
 
     async def _parts(self, asked: Asked) -> None:
         replies = answers.Replies(asked, self._only_model)
@@ -210,7 +226,7 @@ class _Stream:
             await self._context.write(response)
 
     def _only_model(self) -> str:
-        return self._models.only(_credentials(self._context))
+        return self._models.only(self._credentials)
 
 
 def _version() -> str:
