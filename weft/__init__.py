@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.client.api import Answer, Client
     from weft.client.blocking import SyncClient
+    from weft.client.embed_stream import EmbedStream
     from weft.client.errors import WeftError
 
-__all__ = ["Answer", "Client", "SyncClient", "WeftError"]
+__all__ = ["Answer", "Client", "EmbedStream", "SyncClient", "WeftError"]
 
-_HOMES = {"Answer": "api", "Client": "api", "SyncClient": "blocking", "WeftError": "errors"}
+_HOMES = {
+    "Answer": "api",
+    "Client": "api",
+    "EmbedStream": "embed_stream",
+    "SyncClient": "blocking",
+    "WeftError": "errors",
+}
 
 
 def __getattr__(name: str) -> object:

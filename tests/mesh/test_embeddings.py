@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import random
+import signal
 import string
 import sys
 from collections.abc import AsyncIterator
@@ -218,6 +219,25 @@ async def test_bad_requests_of_a_stream_fail_alone(stub: Stub) -> None:
     assert all(len(each.response.embeddings) == 1 for each in responses[len(WRONG) + 1 :])
 
 
+async def test_the_clients_stream_returns_what_embed_returns(mesh: Mesh, folder: Path) -> None:
+    tokens = [[2, 5 + place % 40, 6 + place // 40, 3] for place in range(300)]
+    async with Client(mesh.gateways[0].address, deadline_s=60) as weft, weft.embed_stream() as stream:
+        reply = await stream.embed(TEXTS, model="tiny-bert", cache="bypass")
+        np.testing.assert_allclose(vectors(reply), reference(folder, *TEXTS), atol=2e-5)
+        replies = await asyncio.gather(*(stream.embed([each], model="tiny-bert", cache="bypass") for each in tokens))
+        expected = await weft.embed(tokens, model="tiny-bert", cache="bypass")
+        np.testing.assert_allclose(np.concatenate([vectors(each) for each in replies]), vectors(expected), atol=2e-5)
+        cut, given = {"normalize": True, "dimensions": 8, "prompt_name": "query", "truncate": True}, ["fox " * 200]
+        own, call = [await embed(given, model="tiny-bert", **cut) for embed in (stream.embed, weft.embed)]  # type: ignore[arg-type]
+        assert own.embeddings[0] == call.embeddings[0]
+        assert own.receipt.prompt_tokens == CONTEXT
+
+
+def vectors(reply: api.EmbedResponse) -> np.ndarray:
+    """The vectors of a reply, one in a row."""
+    return np.array([each.values for each in reply.embeddings])
+
+
 async def test_what_an_embedder_does_not_do_is_refused_by_name(stub: Stub) -> None:
     calls: list[Any] = [
         stub.Complete(ask("x", model="tiny-bert")),
@@ -323,3 +343,33 @@ async def test_a_killed_worker_loses_no_text(mesh: Mesh, stub: Stub) -> None:
     assert all(len(reply.embeddings) == 40 for reply in replies)
     mesh.workers[0].start()
     await mesh.workers[0].ready()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_gateway_that_restarts_loses_no_request_of_the_clients_stream(mesh: Mesh, how: signal.Signals) -> None:
+    await mesh.revive()
+    gateway, restarted = mesh.gateways[0], asyncio.Event()
+    replies: list[list[tuple[list[int], np.ndarray]]] = [[] for _ in range(20)]
+
+    async def embed_on(place: int) -> None:
+        """Embeds one text after another until one is answered by the new gateway."""
+        last = False
+        while not last:
+            last, text = restarted.is_set(), [2, 5 + place, 6 + len(replies[place]) % 40, 3]
+            reply = await stream.embed([text], model="tiny-bert", cache="bypass")
+            replies[place].append((text, vectors(reply)[0]))
+
+    async with Client(gateway.address, deadline_s=60, retries=1000) as weft, weft.embed_stream() as stream:
+        async with asyncio.TaskGroup() as embedding:
+            for place in range(len(replies)):
+                embedding.create_task(embed_on(place))
+            while min(map(len, replies)) < 3:  # noqa: ASYNC110 (replies arrive meanwhile)
+                await asyncio.sleep(0.005)
+            await asyncio.to_thread(gateway.kill, how)
+            gateway.start()
+            await gateway.ready()
+            restarted.set()
+        received = [each for of_one in replies for each in of_one]
+        expected = [await weft.embed([text], model="tiny-bert") for text, _ in received[::10]]
+    for (_, own), reply in zip(received[::10], expected, strict=True):
+        np.testing.assert_allclose(own, vectors(reply)[0], atol=2e-5)

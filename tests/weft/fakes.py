@@ -25,6 +25,10 @@ class FakeMesh(stubs.InferenceServicer):
         self.requests: list[api.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.faults: list[Fault] = []
+        self.stream_faults: list[Fault] = []
+        """Of the next calls of EmbedStream."""
+        self.embedded: list[str] = []
+        """The ids of the requests that streams have answered."""
         self.step = 2
         self.model = "fox"
         self.words = list(WORDS)
@@ -88,8 +92,13 @@ class FakeMesh(stubs.InferenceServicer):
         self, requests: AsyncIterator[api.EmbedStreamRequest], context: Context
     ) -> AsyncIterator[api.EmbedStreamResponse]:
         """The same for each request, one after another."""
+        fault, answered = self.stream_faults.pop(0) if self.stream_faults else _no_fault, 0
+        await context.send_initial_metadata(())
         async for each in requests:
+            await fault(context, answered)
             yield api.EmbedStreamResponse(number=each.number, response=await self.Embed(each.request, context))
+            self.embedded.append(each.request.options.request_id)
+            answered += 1
 
     async def Rank(self, request: api.RankRequest, context: Context) -> api.RankResponse:
         """The longest document first."""

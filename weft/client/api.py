@@ -18,6 +18,7 @@ from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 from weft.client import requests
 from weft.client.channel import open_channel
+from weft.client.embed_stream import EmbedStream
 from weft.client.embeddings import (
     EmbedSettings,
     EncodeSettings,
@@ -177,6 +178,14 @@ class Client:
         return await self._call(
             lambda stub, timeout: stub.Embed(request, timeout=timeout, metadata=metadata), deadline_s
         )
+
+    def embed_stream(self) -> EmbedStream:
+        """A stream for requests of `embed`: a message on it takes less time than a call.
+
+        `async with client.embed_stream() as stream: reply = await stream.embed(["a text"])`
+        """
+        metadata = self._metadata()
+        return EmbedStream(lambda: self._stub().EmbedStream(metadata=metadata), self._retry_state)
 
     async def rank(
         self,

@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from protos import inference_pb2 as api
 from weft.client.api import DEFAULT_ADDRESS, Answer, Client
+from weft.client.embed_stream import EmbedStream
 from weft.client.embeddings import EmbedSettings, EncodeSettings, Input
 from weft.client.requests import Options, Prompt
 
@@ -61,6 +62,10 @@ class SyncClient:
     ) -> api.EmbedResponse:
         """A vector for each text (or list of token ids), in `embeddings`, and the receipt."""
         return self._wait(self._client.embed(texts, deadline_s=deadline_s, **settings))
+
+    def embed_stream(self) -> "SyncEmbedStream":
+        """A stream for requests of `embed`: a message on it takes less time than a call."""
+        return SyncEmbedStream(self._client.embed_stream(), self._wait)
 
     def rank(
         self,
@@ -129,6 +134,34 @@ class SyncAnswer:
     def text(self) -> str:
         """The rest of the text of the first continuation."""
         return str(self._wait(self._answer.text()))
+
+
+class SyncEmbedStream:
+    """Requests for vectors on an open stream. Many threads may use it at the same time.
+
+    Leaving the block waits for the requests under way. If an exception leaves it, these fail with RuntimeError instead.
+    """
+
+    def __init__(self, stream: EmbedStream, wait: Any) -> None:
+        self._stream = stream
+        self._wait = wait
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._wait(self._stream.__aexit__(*raised))
+
+    def embed(
+        self, texts: Sequence[Input], *, deadline_s: float | None = None, **settings: Unpack[EmbedSettings]
+    ) -> api.EmbedResponse:
+        """A vector for each text (or list of token ids), in `embeddings`, and the receipt."""
+        response: api.EmbedResponse = self._wait(self._stream.embed(texts, deadline_s=deadline_s, **settings))
+        return response
+
+    def close(self) -> None:
+        """Waits for the requests under way, and ends the stream. Takes no further ones meanwhile."""
+        self._wait(self._stream.close())
 
 
 async def _next(deltas: Any) -> Any:

@@ -61,6 +61,25 @@ def from_rpc(error: aio.AioRpcError) -> WeftError:
     return result
 
 
+def from_response(error: api.RequestError) -> WeftError:
+    """The error of a request of a stream, as a call of its own would have it."""
+    return WeftError(
+        _CODES.get(error.code, grpc.StatusCode.UNKNOWN),
+        error.message,
+        reason=error.reason,
+        field=error.field,
+        retry_after_s=error.retry_after_s,
+        receipt=error.receipt if error.HasField("receipt") else None,
+    )
+
+
+def made_by_grpc(code: grpc.StatusCode) -> WeftError:
+    """The error of a call that gRPC itself ends with this code."""
+    return WeftError(code, _PLAIN[code])
+
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
 # Errors without a reason are made by gRPC, whose own texts hold addresses and the insides of its library.
 _PLAIN = {
     grpc.StatusCode.UNAVAILABLE: "there is no connection to the mesh",
