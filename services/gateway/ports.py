@@ -86,10 +86,9 @@ class Ports:
 
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings
-        native = InferenceService(
-            self._answers, self._encoding, self._refusal, settings.gateway_stall_s, self._stopping
-        )
-        kserve = KServeService(self._answers, self._kserve, self._answer_refusal, self._stopping)
+        stall_s, stopping = settings.gateway_stall_s, self._stopping
+        native = InferenceService(self._answers, self._encoding, self._refusal, stall_s, stopping)
+        kserve = KServeService(self._answers, self._kserve, self._answer_refusal, stall_s, stopping)
         return await rpc.serve(
             settings.listen,
             [

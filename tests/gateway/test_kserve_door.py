@@ -1,6 +1,7 @@
 """The Open Inference Protocol over gRPC on a gateway among fakes: answers, streams, errors, keys, limits, cancels."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -473,6 +474,26 @@ async def test_a_gateway_without_room_ends_the_stream_of_a_caller_who_asks_for_i
         code, _ = await status_of(streaming.read())
         assert code is StatusCode.RESOURCE_EXHAUSTED
         await until(lambda: not worker.running)
+
+
+async def test_a_caller_that_does_not_read_its_errors_ends_its_stream() -> None:
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
+    async with (
+        asyncio.timeout(60),
+        FakeMesh(gateway_stall_s=1) as mesh,
+        aio.insecure_channel(f"127.0.0.1:{mesh.server.port}", options=narrow) as channel,
+    ):
+        worker, streaming = mesh.workers[0], GRPCInferenceServiceStub(channel).ModelStreamInfer()
+        worker.hold_at = 5
+        await streaming.write(ask(stream=False))
+        await until(lambda: worker.sent == 5)
+        for _ in range(20):  # An error repeats the id of its request.
+            await streaming.write(kserve.ModelInferRequest(id="x" * 25_000))
+        await until(lambda: not worker.running, 30)  # The gateway has given the stream up.
+        with contextlib.suppress(aio.AioRpcError):
+            while await streaming.read() is not aio.EOF:
+                pass
+        assert await streaming.code() is StatusCode.ABORTED
 
 
 async def test_the_same_tokens_as_over_weft_v1(mesh: FakeMesh) -> None:

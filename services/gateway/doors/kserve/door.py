@@ -18,6 +18,8 @@ from services.errors import WeftError, internal
 from services.gateway.access.authorizer import Authorizer, Credentials, Refusal
 from services.gateway.answers.call import Call, Deliver, Finish, Part
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.deadline import Deadline
+from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 from services.gateway.doors.kserve import answers
@@ -80,13 +82,20 @@ class KServeService:
     """Serves inference.GRPCInferenceService."""
 
     def __init__(
-        self, service: AnswerService, models: KServeModels, refusal: Refusal, stopping: "asyncio.Future[None]"
+        self,
+        service: AnswerService,
+        models: KServeModels,
+        refusal: Refusal,
+        stall_s: float,
+        stopping: "asyncio.Future[None]",
     ) -> None:
-        """For streams of requests: `refusal` refuses requests as the port refuses calls that ask for an answer. Once
-        `stopping` is done, the gateway stops: streams then end when their requests are answered."""
+        """For streams of requests: `refusal` refuses requests as the port refuses calls that ask for an answer. A
+        stream ends when its caller reads nothing for `stall_s` seconds, or when `stopping` is done and its requests
+        are answered."""
         self._service = service
         self._models = models
         self._refusal = refusal
+        self._stall_s = stall_s
         self._stopping = stopping
 
     async def ServerLive(self, request: kserve.ServerLiveRequest, context: Context) -> kserve.ServerLiveResponse:
@@ -163,7 +172,8 @@ class KServeService:
         await context.send_initial_metadata(())
         errors_end = dict(context.invocation_metadata() or ()).get("triton_grpc_error") == "true"
         stream = _Stream(self._service, self._models, self._refusal, context, errors_end)
-        await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
+        with Deadline(stream.timeline, None, self._stall_s):
+            await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
 
 
 class _Stream:
@@ -180,6 +190,8 @@ class _Stream:
         self._credentials = _credentials(context)
         self._errors_end = errors_end
         self._writing = asyncio.Lock()
+        self.timeline = Timeline()
+        """Its phase is DELIVER while a response is written."""
 
     async def answer(self, request: kserve.ModelInferRequest) -> None:
         """Answers one of them. Raises WeftError if it ends the call."""
@@ -223,7 +235,9 @@ class _Stream:
 
     async def _write(self, response: kserve.ModelStreamInferResponse) -> None:
         async with self._writing:
+            self.timeline.enter(Phase.DELIVER)
             await self._context.write(response)
+            self.timeline.enter(Phase.OWN)
 
     def _only_model(self) -> str:
         return self._models.only(self._credentials)
