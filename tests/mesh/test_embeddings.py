@@ -22,6 +22,7 @@ from grpc import aio
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSequenceClassification
 
 from protos import inference_pb2 as api
+from services.gateway.links.unread_submissions import FEW
 from tests.encoders import CONTEXT, TEXTS, add_modules, make_encoder, make_tokenizer
 from tests.mesh.harness import Mesh, Stub, ask, receipt_of
 from tests.redis_server import RedisServer
@@ -181,6 +182,10 @@ async def test_bad_fields_are_refused_by_name(stub: Stub, request_: api.EmbedReq
     assert (error.field, error.reason) == (field, reason)
 
 
+AT_ONCE = [[2, 5 + place, 6 + place, 3] for place in range(FEW - len(TEXTS))]
+"""Texts for requests that are sent together. Of more a gateway refuses some while a busy machine's scheduler waits."""
+
+
 async def streamed(stub: Stub, *requests: api.EmbedRequest) -> list[api.EmbedStreamResponse]:
     """The responses to requests on one stream, in the order of the requests."""
     messages = [api.EmbedStreamRequest(number=number, request=each) for number, each in enumerate(requests)]
@@ -189,7 +194,7 @@ async def streamed(stub: Stub, *requests: api.EmbedRequest) -> list[api.EmbedStr
 
 
 async def test_a_stream_returns_the_vectors_of_embed(stub: Stub, folder: Path) -> None:
-    tokens = [[2, 5 + place % 40, 6 + place // 40, 3] for place in range(300)]
+    tokens = AT_ONCE
     responses = await streamed(stub, *map(embed, TEXTS), *map(embed, tokens))
     own = np.array([each.response.embeddings[0].values for each in responses])
     np.testing.assert_allclose(own[: len(TEXTS)], reference(folder, *TEXTS), atol=2e-5)
@@ -220,7 +225,7 @@ async def test_bad_requests_of_a_stream_fail_alone(stub: Stub) -> None:
 
 
 async def test_the_clients_stream_returns_what_embed_returns(mesh: Mesh, folder: Path) -> None:
-    tokens = [[2, 5 + place % 40, 6 + place // 40, 3] for place in range(300)]
+    tokens = AT_ONCE
     async with Client(mesh.gateways[0].address, deadline_s=60) as weft, weft.embed_stream() as stream:
         reply = await stream.embed(TEXTS, model="tiny-bert", cache="bypass")
         np.testing.assert_allclose(vectors(reply), reference(folder, *TEXTS), atol=2e-5)
