@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from protos.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -25,6 +26,7 @@ from services.gateway.doors.openai.door import OpenAIDoor
 from services.gateway.doors.openai.embeddings import EmbeddingsDoor
 from services.gateway.doors.page import PageDoor
 from services.gateway.doors.probes import Probes
+from services.gateway.doors.request_stream import StreamLimits
 from services.gateway.doors.watch import WatchDoor
 from services.gateway.settings import GatewaySettings
 from services.security.door_tls import DoorCertificate
@@ -86,9 +88,9 @@ class Ports:
 
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings
-        stall_s, stopping = settings.gateway_stall_s, self._stopping
-        native = InferenceService(self._answers, self._encoding, self._refusal, stall_s, stopping)
-        kserve = KServeService(self._answers, self._kserve, self._answer_refusal, stall_s, stopping)
+        calls = StreamLimits(self._refusal, settings.gateway_stall_s, self._stopping)
+        native = InferenceService(self._answers, self._encoding, calls)
+        kserve = KServeService(self._answers, self._kserve, replace(calls, refusal=self._answer_refusal))
         return await rpc.serve(
             settings.listen,
             [

@@ -16,7 +16,7 @@ from protos import mesh_pb2
 from protos.inference_pb2_grpc import InferenceStub
 from services import validate
 from services.errors import WeftError, unavailable
-from services.gateway.doors import native
+from services.gateway.doors import request_stream
 from services.rpc import PUBLIC_MESSAGE_BYTES
 from tests.gateway.fakes import VECTOR, FakeMesh, rejected, until
 from tests.gateway.model import make_card
@@ -42,7 +42,7 @@ class Stream:
         self.call: Any = stub.EmbedStream(**options)
 
     async def send(self, number: int, request: api.EmbedRequest | None = None, traceparent: str = "") -> None:
-        """Sends a request; without one, for a text of its own."""
+        """Sends a request, by default one for a text that no other number has."""
         request = request or embed([5, number])
         await self.call.write(api.EmbedStreamRequest(number=number, request=request, traceparent=traceparent))
 
@@ -264,7 +264,7 @@ async def refuses_the_second(mesh: FakeMesh, stream: Stream, reason: str) -> api
 
 
 async def test_beyond_the_bound_requests_wait_unread(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "MOST_REQUESTS", 4)
+    monkeypatch.setattr(request_stream, "MOST_REQUESTS", 4)
     stream, worker = Stream(mesh.stub), mesh.workers[0]
     worker.hold_at = 0
     for number in range(10):

@@ -27,6 +27,7 @@ from tests.encoders import CONTEXT, TEXTS, add_modules, make_encoder, make_token
 from tests.mesh.harness import Mesh, Stub, ask, receipt_of
 from tests.redis_server import RedisServer
 from weft import Client
+from weft.client.embeddings import EmbedSettings
 from weft.client.errors import from_rpc
 
 POISON = 4
@@ -232,8 +233,8 @@ async def test_the_clients_stream_returns_what_embed_returns(mesh: Mesh, folder:
         replies = await asyncio.gather(*(stream.embed([each], model="tiny-bert", cache="bypass") for each in tokens))
         expected = await weft.embed(tokens, model="tiny-bert", cache="bypass")
         np.testing.assert_allclose(np.concatenate([vectors(each) for each in replies]), vectors(expected), atol=2e-5)
-        cut, given = {"normalize": True, "dimensions": 8, "prompt_name": "query", "truncate": True}, ["fox " * 200]
-        own, call = [await embed(given, model="tiny-bert", **cut) for embed in (stream.embed, weft.embed)]  # type: ignore[arg-type]
+        cut = EmbedSettings(model="tiny-bert", normalize=True, dimensions=8, prompt_name="query", truncate=True)
+        own, call = [await embed(["fox " * 200], **cut) for embed in (stream.embed, weft.embed)]
         assert own.embeddings[0] == call.embeddings[0]
         assert own.receipt.prompt_tokens == CONTEXT
 
@@ -353,7 +354,7 @@ async def test_a_killed_worker_loses_no_text(mesh: Mesh, stub: Stub) -> None:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_gateway_that_restarts_loses_no_request_of_the_clients_stream(mesh: Mesh, how: signal.Signals) -> None:
     await mesh.revive()
-    gateway, restarted = mesh.gateways[0], asyncio.Event()
+    gateway, begun, restarted = mesh.gateways[0], asyncio.Event(), asyncio.Event()
     replies: list[list[tuple[list[int], np.ndarray]]] = [[] for _ in range(20)]
 
     async def embed_on(place: int) -> None:
@@ -363,13 +364,14 @@ async def test_a_gateway_that_restarts_loses_no_request_of_the_clients_stream(me
             last, text = restarted.is_set(), [2, 5 + place, 6 + len(replies[place]) % 40, 3]
             reply = await stream.embed([text], model="tiny-bert", cache="bypass")
             replies[place].append((text, vectors(reply)[0]))
+            if min(map(len, replies)) >= 3:
+                begun.set()
 
     async with Client(gateway.address, deadline_s=60, retries=1000) as weft, weft.embed_stream() as stream:
         async with asyncio.TaskGroup() as embedding:
             for place in range(len(replies)):
                 embedding.create_task(embed_on(place))
-            while min(map(len, replies)) < 3:  # noqa: ASYNC110 (replies arrive meanwhile)
-                await asyncio.sleep(0.005)
+            await begun.wait()
             await asyncio.to_thread(gateway.kill, how)
             gateway.start()
             await gateway.ready()

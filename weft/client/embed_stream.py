@@ -115,7 +115,7 @@ class _Call:
         """A request could not be sent."""
         self._rpc = rpc
         self._responses: dict[int, asyncio.Future[api.EmbedStreamResponse]] = {}
-        """By the numbers of the requests. One that nobody waits for any longer is cancelled."""
+        """The responses that the stream has not received, by number. A task that stops waiting cancels its response."""
         self._unsent: asyncio.Queue[api.EmbedStreamRequest | None] = asyncio.Queue()
         """None: half-close the stream."""
         self._reading = asyncio.create_task(self._read())
@@ -135,7 +135,7 @@ class _Call:
         raise from_response(received.error)
 
     async def finish(self) -> None:
-        """Ends the stream when nobody waits for a response."""
+        """Half-closes the stream. To be called when no task waits for a response."""
         if self._responses:  # The gateway still computes some.
             self._rpc.cancel()
         self._unsent.put_nowait(None)
@@ -147,7 +147,7 @@ class _Call:
         await asyncio.wait((self._reading,))
 
     async def _write(self) -> None:
-        """Sends the requests in a task of its own: gRPC cancels a call whose writer is cancelled."""
+        """Sends the requests, in one task for all: gRPC cancels a call if a task is cancelled while it writes to it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TAKEN_S):
                 await self._rpc.initial_metadata()

@@ -62,7 +62,7 @@ def from_rpc(error: aio.AioRpcError) -> WeftError:
 
 
 def from_response(error: api.RequestError) -> WeftError:
-    """The error of a request of a stream, as a call of its own would have it."""
+    """The error of a request of EmbedStream: the one that a call of Embed would raise."""
     return WeftError(
         _CODES.get(error.code, grpc.StatusCode.UNKNOWN),
         error.message,

@@ -3,7 +3,6 @@
 The receipt is also sent in the trailing metadata; the initial metadata is sent once a worker has accepted the request.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -13,41 +12,26 @@ from grpc import aio
 
 from protos import inference_pb2 as api
 from services import telemetry, validate
-from services.calls.streams import answer_side_by_side
 from services.errors import WeftError, internal
-from services.gateway.access.authorizer import Refusal
 from services.gateway.answers.call import Accept, Call, Deliver, Part
 from services.gateway.answers.collect import Collector
-from services.gateway.answers.deadline import Deadline
 from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
-from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
+from services.gateway.doors.request_stream import RequestStream, StreamLimits
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
-MOST_REQUESTS = 256
-"""Most requests of a stream that are under way; further ones are read when one of them is answered."""
 
 
 class InferenceService:
     """Serves weft.v1.Inference."""
 
-    def __init__(
-        self,
-        answers: AnswerService,
-        encoding: EncodeService,
-        refusal: Refusal,
-        stall_s: float,
-        stopping: "asyncio.Future[None]",
-    ) -> None:
-        """For streams of requests: `refusal` refuses requests as the port refuses calls. A stream ends when its client
-        reads nothing for `stall_s` seconds, or when `stopping` is done and its requests are answered."""
+    def __init__(self, answers: AnswerService, encoding: EncodeService, streams: StreamLimits) -> None:
+        """`streams`: what holds for streams of requests."""
         self._answers = answers
         self._encoding = encoding
-        self._refusal = refusal
-        self._stall_s = stall_s
-        self._stopping = stopping
+        self._streams = streams
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
@@ -81,10 +65,8 @@ class InferenceService:
 
     async def EmbedStream(self, requests: AsyncIterator[api.EmbedStreamRequest], context: Context) -> None:
         """Answers the requests of a stream, each when its vectors are there. An error ends its request alone."""
-        await context.send_initial_metadata(())
-        stream = _EmbedStream(self._encoding, self._refusal, context)
-        with Deadline(stream.timeline, None, self._stall_s):
-            await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
+        stream = RequestStream(context, self._streams)
+        await stream.run(requests, _EmbedStream(self._encoding, stream).answer)
 
     async def Rank(self, request: api.RankRequest, context: Context) -> api.RankResponse:
         """Orders documents by how well they belong to a query."""
@@ -96,28 +78,19 @@ class InferenceService:
 
 
 class _EmbedStream:
-    """The requests of one call of EmbedStream, which are answered side by side."""
+    """The requests of one call of EmbedStream."""
 
-    def __init__(self, encoding: EncodeService, refusal: Refusal, context: Context) -> None:
+    def __init__(self, encoding: EncodeService, stream: RequestStream) -> None:
         self._encoding = encoding
-        self._refusal = refusal
-        self._context = context
-        metadata = tuple(context.invocation_metadata() or ())
-        self._credentials = credentials_of(metadata)
-        self._traceparent = _traceparent(metadata)
-        self._writing = asyncio.Lock()
-        self.timeline = Timeline()
-        """Its phase is DELIVER while a response is written."""
+        self._stream = stream
+        self._traceparent = _traceparent(stream.context.invocation_metadata() or ())
 
     async def answer(self, request: api.EmbedStreamRequest) -> None:
         """Writes the response to one of them."""
-        refused = self._refusal(self._credentials)
+        refused = self._stream.refusal()
         response = _failed(refused) if refused is not None else await self._response(request)
         response.number = request.number
-        async with self._writing:  # gRPC writes one message at a time.
-            self.timeline.enter(Phase.DELIVER)
-            await self._context.write(response)
-            self.timeline.enter(Phase.OWN)
+        await self._stream.write(response)
 
     async def _response(self, request: api.EmbedStreamRequest) -> api.EmbedStreamResponse:
         """What a call of Embed returns, or the error with which it fails."""
@@ -126,9 +99,9 @@ class _EmbedStream:
             method="Embed",
             protocol="grpc",
             request=request.request,
-            credentials=self._credentials,
+            credentials=self._stream.credentials,
             finish=receipts.append,
-            remaining_s=self._context.time_remaining(),
+            remaining_s=self._stream.context.time_remaining(),
             traceparent=request.traceparent or self._traceparent,
         )
         try:

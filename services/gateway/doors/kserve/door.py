@@ -3,7 +3,6 @@
 Knows gRPC contexts. `requests` and `answers` know the messages.
 """
 
-import asyncio
 import importlib.metadata
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -13,25 +12,21 @@ from grpc import StatusCode, aio
 from protos import inference_pb2 as api
 from protos import kserve_pb2 as kserve
 from services import telemetry, validate
-from services.calls.streams import answer_side_by_side
 from services.errors import WeftError, internal
-from services.gateway.access.authorizer import Authorizer, Credentials, Refusal
+from services.gateway.access.authorizer import Authorizer, Credentials
 from services.gateway.answers.call import Call, Deliver, Finish, Part
 from services.gateway.answers.collect import Collector
-from services.gateway.answers.deadline import Deadline
-from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 from services.gateway.doors.kserve import answers
 from services.gateway.doors.kserve import requests as messages
 from services.gateway.doors.kserve.requests import Asked
+from services.gateway.doors.request_stream import RequestStream, StreamLimits
 from services.gateway.links.catalog import Catalog
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
 NAME = "inference.GRPCInferenceService"
 EXTENSIONS = ("model_configuration", "model_repository", "parameters", "binary_tensor_data", "generate")
-MOST_REQUESTS = 256
-"""Most requests of a stream that run at a time; further ones are read when one of them has ended."""
 
 
 class KServeModels:
@@ -81,22 +76,11 @@ class KServeModels:
 class KServeService:
     """Serves inference.GRPCInferenceService."""
 
-    def __init__(
-        self,
-        service: AnswerService,
-        models: KServeModels,
-        refusal: Refusal,
-        stall_s: float,
-        stopping: "asyncio.Future[None]",
-    ) -> None:
-        """For streams of requests: `refusal` refuses requests as the port refuses calls that ask for an answer. A
-        stream ends when its caller reads nothing for `stall_s` seconds, or when `stopping` is done and its requests
-        are answered."""
+    def __init__(self, service: AnswerService, models: KServeModels, streams: StreamLimits) -> None:
+        """`streams`: what holds for streams of requests."""
         self._service = service
         self._models = models
-        self._refusal = refusal
-        self._stall_s = stall_s
-        self._stopping = stopping
+        self._streams = streams
 
     async def ServerLive(self, request: kserve.ServerLiveRequest, context: Context) -> kserve.ServerLiveResponse:
         """The process runs."""
@@ -169,33 +153,24 @@ class KServeService:
 
     async def ModelStreamInfer(self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context) -> None:
         """Answers the requests of a stream, each as they come. An error ends its request alone."""
-        await context.send_initial_metadata(())
         errors_end = dict(context.invocation_metadata() or ()).get("triton_grpc_error") == "true"
-        stream = _Stream(self._service, self._models, self._refusal, context, errors_end)
-        with Deadline(stream.timeline, None, self._stall_s):
-            await answer_side_by_side(requests, stream.answer, MOST_REQUESTS, self._stopping)
+        stream = RequestStream(context, self._streams)
+        await stream.run(requests, _InferStream(self._service, self._models, stream, errors_end).answer)
 
 
-class _Stream:
-    """The requests of one call of ModelStreamInfer, which run at the same time."""
+class _InferStream:
+    """The requests of one call of ModelStreamInfer."""
 
-    def __init__(
-        self, service: AnswerService, models: KServeModels, refusal: Refusal, context: Context, errors_end: bool
-    ) -> None:
+    def __init__(self, service: AnswerService, models: KServeModels, stream: RequestStream, errors_end: bool) -> None:
         """`errors_end`: the first error ends the call with its status, as callers may ask Triton."""
         self._service = service
         self._models = models
-        self._refusal = refusal
-        self._context = context
-        self._credentials = _credentials(context)
+        self._stream = stream
         self._errors_end = errors_end
-        self._writing = asyncio.Lock()
-        self.timeline = Timeline()
-        """Its phase is DELIVER while a response is written."""
 
     async def answer(self, request: kserve.ModelInferRequest) -> None:
         """Answers one of them. Raises WeftError if it ends the call."""
-        refused = self._refusal(self._credentials)
+        refused = self._stream.refusal()
         if refused is not None:
             await self._fail(request, None, refused)
             return
@@ -207,14 +182,14 @@ class _Stream:
             await self._fail(request, asked, error)
         except Exception as error:
             telemetry.log_exception("unexpected exception in a request of a stream", error)
-            await self._write(answers.failed(asked, request.id, internal()))
+            await self._stream.write(answers.failed(asked, request.id, internal()))
 
     async def _fail(self, request: kserve.ModelInferRequest, asked: Asked | None, error: WeftError) -> None:
         """Answers a request with its error. Raises WeftError if the error ends the call."""
         named = messages.renamed(error, asked)
         if self._errors_end or error.code is StatusCode.ABORTED:  # Of a caller that does not read.
             raise named from None
-        await self._write(answers.failed(asked, request.id, named))
+        await self._stream.write(answers.failed(asked, request.id, named))
 
     async def _parts(self, asked: Asked) -> None:
         replies = answers.Replies(asked, self._only_model)
@@ -222,25 +197,19 @@ class _Stream:
         async def deliver(part: Part) -> None:
             reply = replies.reply(part)
             if reply is not None:
-                await self._write(reply)
+                await self._stream.write(reply)
 
-        await self._service.serve(_call("Generate", asked, self._context, deliver, _ignore))
+        await self._service.serve(_call("Generate", asked, self._stream.context, deliver, _ignore))
 
     async def _whole(self, asked: Asked) -> None:
         collector = Collector()
-        await self._service.serve(_call("Generate", asked, self._context, collector.add, _ignore, whole=True))
+        await self._service.serve(_call("Generate", asked, self._stream.context, collector.add, _ignore, whole=True))
         whole = answers.Replies(asked, self._only_model).whole(collector.response)
         whole.parameters[answers.FINAL].bool_param = True
-        await self._write(kserve.ModelStreamInferResponse(infer_response=whole))
-
-    async def _write(self, response: kserve.ModelStreamInferResponse) -> None:
-        async with self._writing:
-            self.timeline.enter(Phase.DELIVER)
-            await self._context.write(response)
-            self.timeline.enter(Phase.OWN)
+        await self._stream.write(kserve.ModelStreamInferResponse(infer_response=whole))
 
     def _only_model(self) -> str:
-        return self._models.only(self._credentials)
+        return self._models.only(self._stream.credentials)
 
 
 def _version() -> str:
