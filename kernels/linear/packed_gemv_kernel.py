@@ -229,6 +229,7 @@ def _sum(x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, sta
                 )
             b, d = _x_of(x_buffers.index(step).slice(2 * low, 2 * WARPS), W, right)
             if low + WARPS == CHUNKS:
+                fence_async_shared()  # The copy engine could overwrite what loads in flight have not read yet.
                 mbarrier.arrive(empty.index(stage), count=1)
             minus = _minus(zeros, tile, step * CHUNKS + low, N, groups, half, W, WARPS, GATED, ROTATED)
             a = _numbers_of(packed, 0, minus, half, KIND, left)

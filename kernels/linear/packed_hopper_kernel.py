@@ -260,6 +260,7 @@ def _sum(x_buffers, packed_buffers, scale_buffers, full, empty, zeros, before, l
         if alone(BLOCK_M):
             right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
             b, d = b.load(right), d.load(right)
+            fence_async_shared()  # The copy engine could overwrite what loads in flight have not read yet.
             mbarrier.arrive(empty.index(stage), count=1)
             sums = mma_v2(c, d, mma_v2(a, b, sums))
         else:
