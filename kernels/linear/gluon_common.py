@@ -70,32 +70,33 @@ def joined(product, parts, arrived, first, last, STRIDE: gl.constexpr, layout: g
 
 
 @gluon.jit
-def angles_of(cos, sin, positions, slot_mapping, rows, lanes, M):
-    """Cosines and sines [lanes, rows] of a head's pairs, and the rows' slots in the KV pool [rows]."""
+def angles_of(cos, sin, positions, slot_mapping, rows, lanes, M, HEAD: gl.constexpr):
+    """Cosines and sines [lanes, rows] of pairs of a head of HEAD numbers, and the rows' slots in the KV pool [rows]."""
     some = rows < M
-    angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes[:, None]
+    angle = gl.load(positions + rows, mask=some, other=0)[None, :] * HEAD + lanes[:, None]
     place = gl.load(slot_mapping + rows, mask=some, other=-1)
     return gl.load(cos + angle).to(gl.float32), gl.load(sin + angle).to(gl.float32), place
 
 
 @gluon.jit
-def store_rotated(left, right, cosine, sine, place, bias, kv, out, head, rows, lanes, M, H, G):
+def store_rotated(left, right, cosine, sine, place, bias, kv, out, head, rows, lanes, M, H, G,
+                  HEAD: gl.constexpr):  # fmt: skip
     """Rotate pairs `lanes` of the head, [lanes, rows]; store queries in `out`, keys and values in the pool."""
     if bias is not None:
-        left += gl.load(bias + head * 128 + lanes).to(gl.float32)[:, None]
-        right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)[:, None]
+        left += gl.load(bias + head * HEAD + lanes).to(gl.float32)[:, None]
+        right += gl.load(bias + head * HEAD + HEAD // 2 + lanes).to(gl.float32)[:, None]
     half: gl.constexpr = out.dtype.element_ty
     turns = (head < H + G).to(gl.float32)
     cosine, sine = cosine * turns + (1.0 - turns), sine * turns
     low, high = (left * cosine + right * sine).to(half), (right * cosine - left * sine).to(half)
     if head < H:
-        query = out + (rows * H + head)[None, :] * 128 + lanes[:, None]
+        query = out + (rows * H + head)[None, :] * HEAD + lanes[:, None]
         gl.store(query, low, mask=(rows < M)[None, :])
-        gl.store(query + 64, high, mask=(rows < M)[None, :])
+        gl.store(query + HEAD // 2, high, mask=(rows < M)[None, :])
     else:
-        page = kv + (place * (2 * G) + (head - H))[None, :] * 128 + lanes[:, None]
+        page = kv + (place * (2 * G) + (head - H))[None, :] * HEAD + lanes[:, None]
         gl.store(page, _as_stored(low, kv.dtype.element_ty), mask=(place >= 0)[None, :])
-        gl.store(page + 64, _as_stored(high, kv.dtype.element_ty), mask=(place >= 0)[None, :])
+        gl.store(page + HEAD // 2, _as_stored(high, kv.dtype.element_ty), mask=(place >= 0)[None, :])
 
 
 @gluon.jit

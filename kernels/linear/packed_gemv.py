@@ -1,6 +1,6 @@
-"""Chooses program shapes for, and launches, the Hopper kernel for one row of x and packed weights.
+"""Chooses program shapes for, and launches, the Hopper kernel for one row of x or a few and packed weights.
 
-N outputs, K inputs; the kernel is in `kernels.linear.packed_gemv_kernel`.
+M rows, N outputs, K inputs; the kernel is in `kernels.linear.packed_gemv_kernel`.
 """
 
 from dataclasses import dataclass
@@ -36,30 +36,50 @@ ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
 """Numbers of tiles that three programs per multiprocessor compute in one round and two do not."""
 LONG_INPUTS = {0: range(8192, 16385), CHUNK: range(8192, 14337)}
 """Inputs per scale (0: all) -> numbers of inputs that need more loads in flight, and for which they fit twice."""
+FEW_ROWS_OF_MANY_TILES = 4096
+"""Inputs from which on 8-bit weights of more tiles than that multiply several rows faster than by
+`packed_hopper_kernel`."""
 MAX_INPUTS = {2: 28672, 3: 11264}
-"""Programs per multiprocessor -> the most inputs for which x fits into shared memory that many times."""
+"""Programs per multiprocessor -> the most inputs, of all rows, for which x fits into shared memory that many times."""
+MAX_INPUTS_BY_FOUR_BITS = 16384
+"""The most inputs, of several rows, that 4-bit weights multiply faster than by `packed_hopper_kernel`."""
+MAX_ROWS = 8
+"""Tensor cores multiply as many rows at a time."""
 
 
 def shape_for(weight: PackedWeight, rows: int) -> Shape | None:
     """The shape for `rows` rows, or None where another kernel serves. Measured on one H200."""
     n, k = weight.shape
-    if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MAX_INPUTS[2]:
+    tiles, inputs = n // 16, block_of(rows) * k
+    if rows > MAX_ROWS or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or inputs > MAX_INPUTS[2]:
         return None
-    if weight.kind != "int4":
+    four_bits = weight.kind == "int4"
+    if rows > 1 and tiles >= ONE_ROUND.stop and (four_bits or k < FEW_ROWS_OF_MANY_TILES):
+        return None
+    if rows > 1 and four_bits and inputs > MAX_INPUTS_BY_FOUR_BITS:
+        return None
+    if not four_bits:
         if k >= LONG_INPUTS[0].start:
-            return Shape(WARPS, 5 if k in LONG_INPUTS[weight.group] else 3)
+            return Shape(WARPS, 5 if rows == 1 and k in LONG_INPUTS[weight.group] else 3)
         # One round leaves room for the next kernel's programs; more rounds need more loads in flight.
-        return Shape(WARPS, 2, 3, 56) if n // 16 < ONE_ROUND.stop else Shape(WARPS, 4)
+        if tiles < ONE_ROUND.stop and inputs <= MAX_INPUTS[3]:
+            return Shape(WARPS, 2, 3, 56)
+        return Shape(WARPS, 4 if inputs < LONG_INPUTS[0].start else 3)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
-    return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND and k <= MAX_INPUTS[3] else Shape(chunks, stages)
+    return Shape(chunks, stages, 3, 56) if tiles in ONE_ROUND and inputs <= MAX_INPUTS[3] else Shape(chunks, stages)
+
+
+def block_of(rows: int) -> int:
+    """ROWS of the kernel."""
+    return 1 << (rows - 1).bit_length()
 
 
 def linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     shape: Shape, pool: dict[str, Any] = NO_POOL,
 ) -> None:  # fmt: skip
-    """As `packed_gemm.linear_packed` for one row; with `pool` as `packed_hopper.rotated_qkv`."""
+    """As `packed_gemm.linear_packed` for up to MAX_ROWS rows; with `pool` as `packed_hopper.rotated_qkv`."""
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device), pool)
     packed_gemv_kernel[grid](**arguments, launch_pdl=True)
 
@@ -69,8 +89,8 @@ def launch(
     shape: Shape, processors: int, pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
     """The grid and the arguments of `packed_gemv_kernel`."""
-    rows = weight.shape[0]
-    return _launch(x, weight, rows // 16, 1, bias, residual, gated, out, shape, processors, pool, NO_EXPERTS)
+    tiles = weight.shape[0] // 16
+    return _launch(x, weight, tiles, 1, bias, residual, gated, out, shape, processors, pool, NO_EXPERTS)
 
 
 def experts_shape_for(weight: PackedWeight, gated: bool, chosen: int) -> Shape | None:
@@ -125,7 +145,7 @@ def _launch(
     out: Tensor, shape: Shape, processors: int, pool: dict[str, Any], listed: dict[str, Any],
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
     """boxes: experts whose products are one sum."""
-    n = weight.shape[0]
+    rows, n = len(x), weight.shape[0]
     box = shape.chunks // boxes
     groups = weight.scale.shape[-2]
     if weight.kind == "int4":
@@ -133,11 +153,12 @@ def _launch(
     else:
         packed = descriptor(weight.packed.view(-1, weight.chunks, 32).transpose(0, 1), box, 8, 32)
     arguments = {
-        "x": descriptor(x.view(-1, 64), 2 * box, 64), "packed": packed,
+        "x": descriptor(x.view(rows, -1, 64).transpose(0, 1), 2 * box, block_of(rows), 64), "packed": packed,
         "scales": descriptor(weight.scale.view(-1, 64), box, 8) if weight.group else weight.scale,
-        "zeros": weight.zero, "bias": bias, "residual": residual, "out": out, "N": n // 2 if gated else n,
+        "zeros": weight.zero, "bias": bias, "residual": residual, "out": out, "M": rows, "N": n // 2 if gated else n,
         "C": weight.chunks, "groups": groups, "tiles": tiles, "KIND": weight.kind,
-        "GROUP": weight.group, "GATED": gated, "WARPS": WARPS, "STEPS": weight.chunks // box, "BOXES": boxes,
-        "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.max_registers, **pool, **listed,
+        "GROUP": weight.group, "GATED": gated,
+        "HEAD": 0 if pool["kv"] is None else pool["kv"].shape[-1], "WARPS": WARPS, "STEPS": weight.chunks // box,
+        "BOXES": boxes, "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.max_registers, **pool, **listed,
     }  # fmt: skip
     return (min(tiles, processors * shape.per_sm),), arguments

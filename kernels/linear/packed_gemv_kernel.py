@@ -1,4 +1,4 @@
-"""Linear layers of one row with packed 4-bit or 8-bit weights on a Hopper: y = x W^T, in Gluon.
+"""Linear layers of one row or a few with packed 4-bit or 8-bit weights on a Hopper: y = x W^T, in Gluon.
 
 A tile is 16 rows of W: two octets (8 rows each) that need not be adjacent, such as gates and ups, or the halves of a
 head. Each tile is computed by one program: each of its WARPS warps converts chunks of its own to 16-bit floats, in the
@@ -7,6 +7,8 @@ one octet each by the bulk copy engine (TMA). All of x stays in shared memory. N
 and:
 
     STEPS boxes of CHUNKS chunks in a tile    W words of a row in a chunk: 16 of four bits, 32 of eight
+    ROWS of x: 1, 2, 4 or 8, of which M are there; column c of a product belongs to row c % ROWS
+    HEAD numbers of a head where queries and keys are rotated, otherwise 0
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -23,21 +25,21 @@ from kernels.linear.packed import minus_zero, numbers
 
 
 @gluon.jit
-def _octet(tile, N, octet: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.constexpr):
+def _octet(tile, N, octet: gl.constexpr, GATED: gl.constexpr, HEAD: gl.constexpr):
     """The first row of W of a tile's octet."""
     if GATED:
         first = tile * 8 + octet * N
-    elif ROTATED:
-        first = tile // 8 * 128 + tile % 8 * 8 + octet * 64
+    elif HEAD:
+        first = tile // (HEAD // 16) * HEAD + tile % (HEAD // 16) * 8 + octet * (HEAD // 2)
     else:
         first = tile * 16 + octet * 8
     return first
 
 
 @gluon.jit
-def _rows_of(tile, places, N, GATED: gl.constexpr, ROTATED: gl.constexpr):
+def _rows_of(tile, places, N, GATED: gl.constexpr, HEAD: gl.constexpr):
     """The rows of W at these places (0 to 15, repeating) of a tile."""
-    first, second = _octet(tile, N, 0, GATED, ROTATED), _octet(tile, N, 1, GATED, ROTATED)
+    first, second = _octet(tile, N, 0, GATED, HEAD), _octet(tile, N, 1, GATED, HEAD)
     return first + places % 8 + places // 8 % 2 * (second - first)
 
 
@@ -59,17 +61,18 @@ def _fetch(packed, scales, packed_buffer, scale_buffer, full, row, first, C, gro
 def _fetch_x(x, boxes, ready, STEPS: gl.constexpr, BOXES: gl.constexpr):
     """Load all of x, with a barrier for each step."""
     PANELS: gl.constexpr = x.block_type.shape[0]
+    ROWS: gl.constexpr = x.block_type.shape[1]
     for step in range(STEPS):
-        mbarrier.expect(ready.index(step), BOXES * PANELS * 128)
+        mbarrier.expect(ready.index(step), BOXES * PANELS * ROWS * 128)
         for box in gl.static_range(BOXES):
             line = (box * STEPS + step) * PANELS
-            tma.async_copy_global_to_shared(x, [line, 0], ready.index(step), boxes.index(step * BOXES + box))
+            tma.async_copy_global_to_shared(x, [line, 0, 0], ready.index(step), boxes.index(step * BOXES + box))
 
 
 @gluon.jit
 def _produce(x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty, ready, logits, each, tiles, N, C,
              groups, octet: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
-             ROTATED: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+             HEAD: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
              EXPERTS: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
     """Producer: load an octet of the program's tiles. Words and scales, which no kernel writes, are loaded before the
     previous kernel has ended, as many as the buffers hold. The first octet's warp loads x after that."""
@@ -90,9 +93,9 @@ def _produce(x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty,
         mbarrier.expect(full.index(stage), BYTES)
         if logits is not None and GATED:
             expert = expert_of(key_at(keys, tile // each, CHOSEN))
-            row = _octet(tile % each, N, octet, GATED, ROTATED) + expert * (2 * N)
+            row = _octet(tile % each, N, octet, GATED, HEAD) + expert * (2 * N)
         else:
-            row = _octet(tile, N, octet, GATED, ROTATED)
+            row = _octet(tile, N, octet, GATED, HEAD)
         for box in gl.static_range(BOXES):
             here = row
             if logits is not None and not GATED:
@@ -137,11 +140,11 @@ def tile_layout(warps, w):
 
 
 @gluon.constexpr_function
-def x_layout(warps, w):
-    """How threads hold panels of x, [2 * warps, 64]: the numbers that meet their words."""
-    inner = [*_bases(w // 2, 2, 1), *_bases(32 // w, 2, 1, 2 * w), [1, 0]]
-    lanes = [*_bases(4, 2, 1, w // 2), [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(inner, lanes, _bases(warps, 2, 0, 2), [], [2 * warps, 64])
+def x_layout(warps, w, rows):
+    """How threads hold panels of x, [2 * warps, rows, 64]: the numbers that meet their words."""
+    inner = [*_bases(w // 2, 3, 2), *_bases(32 // w, 3, 2, 2 * w), [1, 0, 0]]
+    lanes = [*_bases(4, 3, 2, w // 2), *_bases(rows, 3, 1), *[[0, 0, 0]] * (3 - len(_bases(rows, 3, 1)))]
+    return gl.DistributedLinearLayout(inner, lanes, _bases(warps, 3, 0, 2), [], [2 * warps, rows, 64])
 
 
 # ---- multiplying ----
@@ -157,15 +160,24 @@ def _packed_of(buffer, W: gl.constexpr):
 
 @gluon.jit
 def _x_of(buffer, W: gl.constexpr, right: gl.constexpr):
-    """The inputs for the two halves of `numbers`, each [WARPS, 64, 8], equal in all columns."""
+    """The inputs for the two halves of `numbers`, each [WARPS, 64, 8]: the rows again and again."""
     WARPS: gl.constexpr = buffer.shape[0] // 2
-    found = buffer.load(x_layout(WARPS, W)).reshape([WARPS, 64 // W, 4, W // 4, 2]).permute([0, 1, 3, 2, 4])
-    low, high = gl.split(found.reshape([WARPS, 2, 64]).permute([0, 2, 1]))
-    one: gl.constexpr = gl.SliceLayout(2, right)
-    all_columns = gl.full([WARPS, 64, 8], 0, low.dtype, right)
-    low, _ = gl.broadcast(gl.convert_layout(low, one, assert_trivial=True)[:, :, None], all_columns)
-    high, _ = gl.broadcast(gl.convert_layout(high, one, assert_trivial=True)[:, :, None], all_columns)
-    return low, high
+    ROWS: gl.constexpr = buffer.shape[1]
+    found = buffer.load(x_layout(WARPS, W, ROWS)).reshape([WARPS, 2, ROWS, 64]).permute([0, 1, 3, 2])
+    found = found.reshape([WARPS, 64 // W, 4, W // 4, 2, ROWS]).permute([0, 1, 3, 2, 4, 5])
+    low, high = gl.split(found.reshape([WARPS, 2, 64, ROWS]).permute([0, 2, 3, 1]))
+    return _in_all_columns(low, right), _in_all_columns(high, right)
+
+
+@gluon.jit
+def _in_all_columns(x, right: gl.constexpr):
+    """[WARPS, 64, ROWS] -> [WARPS, 64, 8]."""
+    WARPS: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[2]
+    columns = gl.full([WARPS, 64, 8], 0, x.dtype, right).reshape([WARPS, 64, 8 // ROWS, ROWS])
+    one: gl.constexpr = gl.SliceLayout(2, columns.type.layout)
+    found, _ = gl.broadcast(gl.convert_layout(x, one, assert_trivial=True)[:, :, None, :], columns)
+    return gl.convert_layout(found.reshape([WARPS, 64, 8]), right, assert_trivial=True)
 
 
 @gluon.jit
@@ -181,14 +193,14 @@ def _scales_of(left, right, layout: gl.constexpr):
 
 @gluon.jit
 def _minus(zeros, tile, chunk, N, groups, half: gl.constexpr, W: gl.constexpr, WARPS: gl.constexpr,
-           GATED: gl.constexpr, ROTATED: gl.constexpr):  # fmt: skip
+           GATED: gl.constexpr, HEAD: gl.constexpr):  # fmt: skip
     """The `minus` of `numbers` for int4 words of chunks from `chunk` on, [WARPS * 16, W]."""
     layout: gl.constexpr = tile_layout(WARPS, W)
     base: gl.constexpr = 0xC308C308 - (1 << 32) if half == gl.bfloat16 else 0xE408E408 - (1 << 32)
     minus = gl.full([WARPS * 16, W], base, gl.int32, layout)
     if zeros is not None:
         places = gl.arange(0, WARPS * 16, gl.SliceLayout(1, layout))
-        rows = _rows_of(tile, places, N, GATED, ROTATED)
+        rows = _rows_of(tile, places, N, GATED, HEAD)
         where = (rows // 64 * groups + chunk + places // 16) * 64 + rows % 64
         minus, _ = gl.broadcast(minus_zero(zeros, where, half), minus)
     return minus
@@ -204,9 +216,9 @@ def _numbers_of(packed, PART: gl.constexpr, minus, half: gl.constexpr, KIND: gl.
 @gluon.jit
 def _sum(x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups,
          layout: gl.constexpr, half: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
-         ROTATED: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Each warp's sums of a tile, [WARPS, 16, 8], equal in all columns and scaled unless all inputs share a scale; and
-    the next position in the ring buffer."""
+         HEAD: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Each warp's sums of a tile, [WARPS, 16, 8], scaled unless all inputs share a scale; and the next position in the
+    ring buffer."""
     W: gl.constexpr = 16 if KIND == "int4" else 32
     WARPS: gl.constexpr = layout.warps_per_cta[0]
     CHUNKS: gl.constexpr = packed_buffers.shape[1]
@@ -231,7 +243,7 @@ def _sum(x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, sta
             if low + WARPS == CHUNKS:
                 fence_async_shared()  # The copy engine could overwrite what loads in flight have not read yet.
                 mbarrier.arrive(empty.index(stage), count=1)
-            minus = _minus(zeros, tile, step * CHUNKS + low, N, groups, half, W, WARPS, GATED, ROTATED)
+            minus = _minus(zeros, tile, step * CHUNKS + low, N, groups, half, W, WARPS, GATED, HEAD)
             a = _numbers_of(packed, 0, minus, half, KIND, left)
             c = _numbers_of(packed, 1, minus, half, KIND, left)
             if GROUP > 0:
@@ -246,9 +258,17 @@ def _sum(x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, sta
 
 
 @gluon.jit
+def _sum_of_warps(total, ROWS: gl.constexpr):
+    """[WARPS, 16, 8] -> [16, ROWS]."""
+    WARPS: gl.constexpr = total.shape[0]
+    return gl.sum(gl.sum(total.reshape([WARPS, 16, 8 // ROWS, ROWS]), 2), 0) * (ROWS / 8)
+
+
+@gluon.jit
 def _halves(product):
-    """A tile's octets, [16] -> [8] and [8]."""
-    return gl.split(product.reshape([2, 8]).permute([1, 0]))
+    """A tile's octets, [16, ROWS] -> [8, ROWS] and [8, ROWS]."""
+    ROWS: gl.constexpr = product.shape[1]
+    return gl.split(product.reshape([2, 8, ROWS]).permute([1, 2, 0]))
 
 
 @gluon.jit
@@ -264,16 +284,19 @@ def _scales_of_experts(scales, keys, tile, N, BOXES: gl.constexpr, layout: gl.co
 
 @gluon.jit
 def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias, residual, out, cos, sin, positions, kv,
-             slot_mapping, logits, each, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr,
-             GATED: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-             EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr):  # fmt: skip
+             slot_mapping, logits, each, tiles, M, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr,
+             GATED: gl.constexpr, HEAD: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+             BOXES: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr):  # fmt: skip
     """Consumer: multiply the program's tiles, add the warps' sums, store."""
     half: gl.constexpr = out.dtype.element_ty
-    ROTATED: gl.constexpr = kv is not None
+    ROWS: gl.constexpr = x_buffers.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    sixteen: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    # The layout of an octet of results as pairs of a head: [8, 1].
-    pairs: gl.constexpr = _halves(gl.zeros([16], gl.float32, sixteen))[0].reshape([8, 1]).type.layout
+    # The layouts of a tile's results, [16, ROWS], and of an octet of them, [8, ROWS].
+    whole: gl.constexpr = _sum_of_warps(gl.zeros([WARPS, 16, 8], gl.float32, layout), ROWS).type.layout
+    octet: gl.constexpr = _halves(gl.zeros([16, ROWS], gl.float32, whole))[0].type.layout
+    sixteen: gl.constexpr = gl.SliceLayout(1, whole)
+    lines = gl.arange(0, ROWS, gl.SliceLayout(0, whole))
+    pair_lines = gl.arange(0, ROWS, gl.SliceLayout(0, octet))
     first = gl.program_id(0)
     stage, turn = first - first, first - first
     if logits is not None:
@@ -283,75 +306,77 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
         if GATED:
             divisor = divisor_of(logits, keys, EXPERTS, CHOSEN, NORMALIZED, WARPS)
     for tile in range(first, tiles, gl.num_programs(0)):
-        rows = _rows_of(tile, gl.arange(0, 16, sixteen), N, GATED, ROTATED)
+        rows = _rows_of(tile, gl.arange(0, 16, sixteen), N, GATED, HEAD)
         if logits is not None and GATED:
             key = key_at(keys, tile // each, CHOSEN)
-            rows = _rows_of(tile % each, gl.arange(0, 16, sixteen), N, GATED, ROTATED) + expert_of(key) * (2 * N)
+            rows = _rows_of(tile % each, gl.arange(0, 16, sixteen), N, GATED, HEAD) + expert_of(key) * (2 * N)
         if GROUP == 0 and BOXES == 1:
-            scale = gl.load(scales + rows).to(gl.float32)
+            scale = gl.load(scales + rows).to(gl.float32)[:, None]
         elif GROUP == 0:
             scale = _scales_of_experts(scales, keys, tile, N, BOXES, layout)
         total, stage, turn = _sum(
             x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
-            KIND, GROUP, GATED, ROTATED, STEPS, STAGES,
+            KIND, GROUP, GATED, HEAD, STEPS, STAGES,
         )  # fmt: skip
         # Inputs of the epilogue are loaded while the warps' sums are added.
-        if ROTATED:
-            lanes = tile % 8 * 8 + gl.arange(0, 8, gl.SliceLayout(1, pairs))
-            line = gl.arange(0, 1, gl.SliceLayout(0, pairs))
-            cosine, sine, place = angles_of(cos, sin, positions, slot_mapping, line, lanes, 1)
-        added = gl.zeros([16], gl.float32, sixteen)
+        where, valid = lines[None, :] * N + rows[:, None], (lines < M)[None, :]
+        if HEAD:
+            lanes = tile % (HEAD // 16) * 8 + gl.arange(0, 8, gl.SliceLayout(1, octet))
+            cosine, sine, place = angles_of(cos, sin, positions, slot_mapping, pair_lines, lanes, M, HEAD)
+        added = gl.zeros([16, ROWS], gl.float32, whole)
         if residual is not None:
-            added += gl.load(residual + rows).to(gl.float32)
-        if bias is not None and not ROTATED:
-            added += gl.load(bias + rows).to(gl.float32)
+            added += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
+        if bias is not None and not HEAD:
+            added += gl.load(bias + rows).to(gl.float32)[:, None]
         if GROUP == 0 and BOXES > 1:
             total *= scale
-        product = gl.sum(gl.sum(total, 2), 0) * 0.125
+        product = _sum_of_warps(total, ROWS)
         if GROUP == 0 and BOXES == 1:
             product *= scale
-        if ROTATED:
+        if HEAD:
             left, right = _halves(product)
-            left, right = left.reshape([8, 1]), right.reshape([8, 1])
-            store_rotated(left, right, cosine, sine, place, bias, kv, out, tile // 8, line, lanes, 1, H, G)
+            head = tile // (HEAD // 16)
+            store_rotated(left, right, cosine, sine, place, bias, kv, out, head, pair_lines, lanes, M, H, G, HEAD)
         elif GATED:
             gate, up = _halves(product)
             if logits is not None:
                 dtype: gl.constexpr = logits.dtype.element_ty
                 up *= gl.exp(score_of(key, dtype) - score_of(keys[0], dtype)) / divisor
-            where = out + tile * 8 + gl.arange(0, 8, gate.type.layout)
-            gl.store(where, (gate / (1.0 + gl.exp(-gate)) * up).to(half))
+            column = tile * 8 + gl.arange(0, 8, gl.SliceLayout(1, octet))
+            where = pair_lines[None, :] * N + column[:, None]
+            gl.store(out + where, (gate / (1.0 + gl.exp(-gate)) * up).to(half), mask=(pair_lines < M)[None, :])
         else:
-            gl.store(out + rows, (product + added).to(half))
+            gl.store(out + where, (product + added).to(half), mask=valid)
 
 
-@gluon.jit(do_not_specialize=["C", "groups", "H", "G", "tiles", "each"])
+@gluon.jit(do_not_specialize=["M", "C", "groups", "H", "G", "tiles", "each"])
 def packed_gemv_kernel(
-    x,  # descriptor of [K / 64, 64], boxes of a step
+    x,  # descriptor of [K / 64, M, 64], boxes of a step and ROWS rows
     packed,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32]; boxes of a step and eight rows of W
     scales,  # descriptor of [T * groups, 64], boxes of a step and eight rows; where all inputs share a scale: [T * 64]
     zeros,  # uint8 [T, groups, 64] or None
     bias,  # [N] or None
-    residual,  # [N] or None: added
-    out,  # [N]; where there is a pool: [H, 128]
-    cos, sin,  # [positions, 128]; the first half of sin negated
-    positions,  # int64 [1]
-    kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
-    slot_mapping,  # int64 [1]: block * P + offset; a negative place is not written
-    logits,  # [EXPERTS] or None: W is that of all experts, of which the CHOSEN likeliest multiply the row
+    residual,  # [M, N] or None: added
+    out,  # [M, N]; where there is a pool: [M, H, HEAD]
+    cos, sin,  # [positions, HEAD]; the first half of sin negated
+    positions,  # int64 [M]
+    kv,  # [blocks * P, 2G, HEAD] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * HEAD
+    slot_mapping,  # int64 [M]: block * P + offset; a negative place is not written
+    logits,  # [EXPERTS] or None: W is that of all experts, of which the CHOSEN likeliest multiply the one row
     each,  # with GATED: tiles of an expert
-    N, C, groups, H, G, tiles,
-    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr, BOXES: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr,
+    M, N, C, groups, H, G, tiles,
+    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HEAD: gl.constexpr, WARPS: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr,
+    NORMALIZED: gl.constexpr,
 ):  # fmt: skip
     """Program p computes tiles p, p + programs and so on."""
-    ROTATED: gl.constexpr = kv is not None
     BOX: gl.constexpr = packed.block_type.shape[0]
     TALL: gl.constexpr = packed.block_type.shape[1]
     CHUNKS: gl.constexpr = BOXES * BOX
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STEPS * BOXES, 2 * BOX, 64], x.layout)
+    ROWS: gl.constexpr = x.block_type.shape[1]
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STEPS * BOXES, 2 * BOX, ROWS, 64], x.layout)
     packed_boxes = gl.allocate_shared_memory(packed.dtype, [STAGES * 2 * BOXES, BOX, TALL, 32], packed.layout)
-    x_buffers = x_boxes._reinterpret(x.dtype, [STEPS, 2 * CHUNKS, 64], x.layout)
+    x_buffers = x_boxes._reinterpret(x.dtype, [STEPS, 2 * CHUNKS, ROWS, 64], x.layout)
     packed_buffers = packed_boxes._reinterpret(packed.dtype, [STAGES * 2, CHUNKS, TALL, 32], packed.layout)
     scale_boxes, held = scales, scales
     if GROUP > 0:
@@ -371,12 +396,12 @@ def packed_gemv_kernel(
     gl.warp_specialize(
         [
             (_consume, (x_buffers, packed_buffers, held, full, empty, ready, zeros, bias, residual, out, cos, sin,
-                        positions, kv, slot_mapping, logits, each, tiles, N, groups, H, G, KIND, GROUP, GATED, WARPS,
-                        STEPS, STAGES, BOXES, EXPERTS, CHOSEN, NORMALIZED)),
+                        positions, kv, slot_mapping, logits, each, tiles, M, N, groups, H, G, KIND, GROUP, GATED, HEAD,
+                        WARPS, STEPS, STAGES, BOXES, EXPERTS, CHOSEN, NORMALIZED)),
             (_produce, (x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty, ready, logits, each, tiles,
-                        N, C, groups, 0, KIND, GROUP, GATED, ROTATED, STEPS, STAGES, BOXES, EXPERTS, CHOSEN)),
+                        N, C, groups, 0, KIND, GROUP, GATED, HEAD, STEPS, STAGES, BOXES, EXPERTS, CHOSEN)),
             (_produce, (x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty, ready, logits, each, tiles,
-                        N, C, groups, 1, KIND, GROUP, GATED, ROTATED, STEPS, STAGES, BOXES, EXPERTS, CHOSEN)),
+                        N, C, groups, 1, KIND, GROUP, GATED, HEAD, STEPS, STAGES, BOXES, EXPERTS, CHOSEN)),
         ],
         [1, 1], [24 if logits is None else 40, 24 if logits is None else 40],
     )  # fmt: skip

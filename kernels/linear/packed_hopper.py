@@ -1,7 +1,7 @@
 """Chooses program shapes for, and launches, the Hopper kernels for packed weights.
 
 M rows of x, N outputs, K inputs, as in `kernels.linear.packed_gemm`. The kernel for few rows is in
-`kernels.linear.packed_hopper_kernel`; one row and many rows have kernels of their own.
+`kernels.linear.packed_hopper_kernel`; up to eight rows and many rows have kernels of their own.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ def shape_for(weight: PackedWeight, rows: int, gated: bool, rounded: bool = Fals
     n, k = weight.shape
     if rounded:
         return _rounded_shape(rows, n, k)
-    if one := packed_gemv.shape_for(weight, rows):
-        return one
+    if few := packed_gemv.shape_for(weight, rows):
+        return few
     if weight.group % 128 or (gated and n % 128) or k % 8:
         return None
     octets = weight.kind != "int4"
@@ -82,10 +82,11 @@ def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
 
 def rotated_shape_for(weight: PackedWeight, rows: int, dim: int) -> Shape | packed_gemv.Shape | None:
     """The shape for the fused projection to queries, keys and values with this head dimension, or None."""
-    if dim != 128 or rows > 64 or weight.order is not None:
+    if rows > 64 or weight.order is not None:
         return None
     shape = shape_for(weight, rows, False)
-    return None if isinstance(shape, packed_prefill.Shape) else shape
+    dims = (64, 128) if isinstance(shape, packed_gemv.Shape) else (128,)
+    return None if isinstance(shape, packed_prefill.Shape) or dim not in dims else shape
 
 
 def serves(x: Tensor) -> bool:
@@ -126,8 +127,9 @@ def rotated_qkv(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor,
     kv_NP2GD: Tensor, slot_mapping_M: Tensor, heads: int, shape: Shape | packed_gemv.Shape,
 ) -> Tensor:  # fmt: skip
-    """As `qkv_rope.rotated_qkv`, for head dimension 128 and a pool in the model's dtype or in fp8 without scales."""
-    out = x.new_empty(len(x), heads, 128)
+    """As `qkv_rope.rotated_qkv`, for a head dimension that has a shape, and a pool in the model's dtype or in fp8
+    without scales."""
+    out = x.new_empty(len(x), heads, kv_NP2GD.shape[4])
     pool = pool_arguments(cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads)
     if isinstance(shape, packed_gemv.Shape):
         packed_gemv.linear(x, weight, bias, None, False, out, shape, pool)

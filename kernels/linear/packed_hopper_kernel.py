@@ -318,7 +318,7 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bi
         columns = across * OUTPUTS + lanes
         if ROTATED:
             pairs = across % 2 * 32 + lanes
-            cosine, sine, stored_at = angles_of(cos, sin, positions, slot_mapping, places_of, pairs, M)
+            cosine, sine, stored_at = angles_of(cos, sin, positions, slot_mapping, places_of, pairs, M, 128)
         elif bias is not None or residual is not None:
             added = added_lines(bias, residual, columns, places_of, M, N)
         first, last = tile * C // span, (tile * C + C - 1) // span
@@ -334,8 +334,9 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bi
                 if ROTATED:
                     left = gl.convert_layout(left.reshape([32, BLOCK_M]), memory)
                     right = gl.convert_layout(right.reshape([32, BLOCK_M]), memory)
+                    head = across // 2
                     store_rotated(
-                        left, right, cosine, sine, stored_at, bias, kv, out, across // 2, places_of, pairs, M, H, G
+                        left, right, cosine, sine, stored_at, bias, kv, out, head, places_of, pairs, M, H, G, 128
                     )
                 else:
                     result = (left / (1.0 + gl.exp(-left)) * right).reshape([32, BLOCK_M])

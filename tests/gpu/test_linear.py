@@ -37,10 +37,11 @@ def test_packed_weights_of_every_kind(shape: tuple[int, int, int, int], dtype: t
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 6144, 4096, 128), (1, 8704, 4096, 128), (1, 384, 3072, 128), (1, 160, 9216, 128), (4, 6144, 4096, 128),
-     (12, 128, 256, 128), (30, 1024, 1280, 256), (64, 384, 768, 128), (130, 256, 1024, 128), (1030, 2176, 512, 128),
-     (300, 1000, 128, 128), (260, 6144, 2048, 128), (1030, 2048, 4096, 128), (2310, 384, 256, 128),
-     (330, 8704, 2048, 128), (200, 4224, 8192, 128)],
+    [(1, 6144, 4096, 128), (1, 8704, 4096, 128), (1, 384, 3072, 128), (1, 160, 9216, 128), (2, 6400, 4096, 128),
+     (3, 384, 3072, 128), (4, 6144, 4096, 128), (5, 160, 1024, 128), (8, 2048, 2048, 128), (12, 128, 256, 128),
+     (30, 1024, 1280, 256), (64, 384, 768, 128), (130, 256, 1024, 128), (1030, 2176, 512, 128), (300, 1000, 128, 128),
+     (260, 6144, 2048, 128), (1030, 2048, 4096, 128), (2310, 384, 256, 128), (330, 8704, 2048, 128),
+     (200, 4224, 8192, 128)],
     ids=str,
 )  # fmt: skip
 def test_packed_weights_in_served_shapes(shape: tuple[int, int, int, int]) -> None:
@@ -52,8 +53,18 @@ def test_packed_weights_in_served_shapes(shape: tuple[int, int, int, int]) -> No
 def test_rotated_queries_keys_and_values_of_quantized_weights(dtype: torch.dtype) -> None:
     if not is_hopper(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper")
-    for rows, stored in ((1, dtype), (7, quantized_weights.FP8), (16, dtype), (33, dtype)):
-        w = rand(1024, 2048 if rows == 1 else 1280, dtype=torch.float32) / 1280**0.5
+    served = (
+        (1, 1024, 2048),
+        (1, 512, 2048),
+        (3, 512, 2048),
+        (8, 1024, 1024),
+        (7, 1024, 1280),
+        (16, 1024, 1280),
+        (33, 1024, 1280),
+    )
+    for rows, n, k in served:
+        stored = quantized_weights.FP8 if rows in (3, 7) else dtype
+        w = rand(n, k, dtype=torch.float32) / k**0.5
         check_rotated_packed(rows, 4, 2, quantized_weights.quantize_int4(w.to(dtype), 128), dtype, stored)
         if rows <= 16:
             check_rotated_packed(rows, 4, 2, quantized_weights.quantize_fp8(w), dtype, stored)

@@ -659,10 +659,10 @@ def compile_packed_hopper(record: CompileRecord) -> Iterator[tuple[str, Compiled
 RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight
 
 
-def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
-    """Weights for products of one row, some with as many inputs as their shape takes; whether they are gated, and
-    whether queries, keys and values."""
-    from kernels.linear.packed_gemv import LONG_INPUTS, MAX_INPUTS
+def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
+    """Weights for products of a few rows, some with as many inputs as their shape takes; the rows, whether they are
+    gated, and the head dimension of queries, keys and values or 0."""
+    from kernels.linear.packed_gemv import FEW_ROWS_OF_MANY_TILES, LONG_INPUTS, MAX_INPUTS, MAX_INPUTS_BY_FOUR_BITS
 
     def int4(n: int, k: int, zeros: bool = False) -> quantized_weights.Int4Weight:
         octets, scale = torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.bfloat16)
@@ -671,37 +671,45 @@ def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
     def fp8(n: int, k: int, *scales: int) -> quantized_weights.Fp8Weight:
         return quantized_weights.Fp8Weight(torch.zeros(n, k, dtype=quantized_weights.FP8), torch.ones(scales or (n, 1)))
 
-    yield "int4 gated", int4(768, 2048), True, False
-    yield "int4 zeros", int4(768, 2048, zeros=True), False, False
-    yield "int4 in short boxes", int4(256, MAX_INPUTS[2] - 1024), False, False
-    yield "int4 of most inputs", int4(256, MAX_INPUTS[2]), False, False
-    yield "int4 rotated in one round", int4(34 * 128, MAX_INPUTS[3]), False, True
-    yield "fp8 rotated", fp8(768, 2048), False, True
+    yield "int4 gated", int4(768, 2048), 1, True, 0
+    yield "int4 zeros", int4(768, 2048, zeros=True), 1, False, 0
+    yield "int4 in short boxes", int4(256, MAX_INPUTS[2] - 1024), 1, False, 0
+    yield "int4 of most inputs", int4(256, MAX_INPUTS[2]), 1, False, 0
+    yield "int4 rotated in one round", int4(34 * 128, MAX_INPUTS[3]), 1, False, 128
+    yield "int4 of most inputs, two rows", int4(256, MAX_INPUTS_BY_FOUR_BITS // 2), 2, False, 0
+    yield "int4 zeros, three rows", int4(256, 4096, zeros=True), 3, False, 0
+    yield "int4 rotated, eight rows", int4(512, 2048), 8, False, 64
+    yield "fp8 rotated", fp8(768, 2048), 1, False, 128
     short = LONG_INPUTS[0][0] - 1024
-    yield "fp8 in one round", fp8(6336, short), False, False
-    yield "fp8 in some rounds", fp8(6400, short), True, False
-    yield "fp8 of long inputs", fp8(256, LONG_INPUTS[0][-1]), False, False
+    yield "fp8 in one round", fp8(6336, short), 1, False, 0
+    yield "fp8 in some rounds", fp8(6400, short), 1, True, 0
+    yield "fp8 of long inputs", fp8(256, LONG_INPUTS[0][-1]), 1, False, 0
+    yield "fp8 in one round, two rows", fp8(6336, 5120), 2, False, 64
+    yield "fp8 of long inputs, two rows", fp8(256, LONG_INPUTS[0][0]), 2, False, 0
+    yield "fp8 of most inputs, two rows", fp8(256, MAX_INPUTS[2] // 2), 2, False, 0
+    yield "fp8 in some rounds, four rows", fp8(6400, FEW_ROWS_OF_MANY_TILES), 4, True, 0
     blocks = LONG_INPUTS[128][-1]
-    yield "fp8 blocks of long inputs", fp8(256, blocks, 2, blocks // 128), True, False
+    yield "fp8 blocks of long inputs", fp8(256, blocks, 2, blocks // 128), 1, True, 0
     octets = torch.zeros(768, 2048, dtype=torch.int8)
-    yield "int8 groups", quantized_weights.Int8Weight(octets, torch.ones(768, 16)), False, False
+    yield "int8 groups", quantized_weights.Int8Weight(octets, torch.ones(768, 16)), 1, False, 0
+    yield "int8 groups, eight rows", quantized_weights.Int8Weight(octets, torch.ones(768, 16)), 8, True, 0
 
 
 def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
-    """Products of one row, in shapes that are served."""
+    """Products of one row and of a few, in shapes that are served."""
     from kernels.linear import packed_gemv
     from kernels.linear.gluon_common import NO_POOL, pool_arguments
     from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
-    angles, kv_pool = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((9, 1, 128), (9, 16, 2, 1, 128)))
-    for name, weight, gated, rotated in row_cases():
+    for name, weight, rows, gated, dim in row_cases():
         laid = packed.pack_weight(weight)
         n, k = laid.shape
-        x, out = (torch.zeros(1, width, dtype=torch.bfloat16) for width in (k, n // 2 if gated else n))
-        shape = packed_gemv.shape_for(laid, 1)
+        x, out = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (k, n // 2 if gated else n))
+        shape = packed_gemv.shape_for(laid, rows)
         assert shape is not None
-        pool = pool_arguments(angles, angles, index(1), kv_pool, index(1), n // 128 - 2) if rotated else NO_POOL
-        added = None if gated or rotated else out
+        angles, kv_pool = (torch.zeros(*size, dim, dtype=torch.bfloat16) for size in ((9, 1), (9, 16, 2, 1)))
+        pool = pool_arguments(angles, angles, index(rows), kv_pool, index(rows), n // dim - 2) if dim else NO_POOL
+        added = None if gated or dim else out
         _, given = packed_gemv.launch(x, laid, None, added, gated, out, shape, 132, pool)
         compiled = compile_given(record, packed_gemv_kernel, given)
         products = 8 * shape.chunks // packed_gemv.WARPS

@@ -43,7 +43,8 @@ def check_rotated_qkv(
 def check_rotated_packed(
     rows: int, heads: int, kv_heads: int, weight: Weight, dtype: torch.dtype, stored: torch.dtype
 ) -> None:
-    """The same as `check_rotated_qkv` for a normalized x, a quantized weight and heads of 128 values."""
+    """The same as `check_rotated_qkv` for a normalized x and a quantized weight."""
+    dim = weight.shape[0] // (heads + 2 * kv_heads)
     x, gamma = rand(rows, weight.shape[1], dtype=dtype), rand(weight.shape[1], dtype=dtype)
     norm, laid = Norm(gamma, 1e-5), linear.prepare(weight, dtype)
 
@@ -53,7 +54,7 @@ def check_rotated_packed(
         return found
 
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
-    _check_rotated(rotated, quantized_weights.linear(normed, weight), heads, kv_heads, 128, dtype, stored)
+    _check_rotated(rotated, quantized_weights.linear(normed, weight), heads, kv_heads, dim, dtype, stored)
 
 
 def _check_rotated(

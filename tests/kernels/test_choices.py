@@ -149,7 +149,6 @@ def test_one_row_uses_gemv_if_warps_read_whole_chunks() -> None:
     for one in (weight(), weight("fp8"), weight("int8"), weight("fp8", group=128), weight(k=28672), weight(n=16)):
         assert kernel(one, 1) == "row"
         assert kernel(one, 1, gated=True) == "row"
-        assert kernel(one, 2) == "packed"
     for other in (weight(k=1280), weight(n=4104), weight(group=256), weight(k=29696), weight("fp8", k=512)):
         assert kernel(other, 1) == "packed"
 
@@ -173,28 +172,46 @@ def test_one_row_of_experts_uses_gemv() -> None:
 
 
 def test_the_kernel_of_several_rows_depends_on_the_format() -> None:
-    assert [kernel(weight(), rows) for rows in (2, 64, 65, 9000)] == ["packed", "packed", "prompts", "prompts"]
-    assert [kernel(weight("fp8"), rows) for rows in (2, 64, 512, 513)] == ["packed", "packed", "packed", None]
-    for rows in (2, 65):
+    assert [kernel(weight(), rows) for rows in (9, 64, 65, 9000)] == ["packed", "packed", "prompts", "prompts"]
+    assert [kernel(weight("fp8"), rows) for rows in (9, 64, 512, 513)] == ["packed", "packed", "packed", None]
+    for rows in (9, 65):
         assert kernel(weight(group=64), rows) is None
         assert kernel(weight(n=192), rows, gated=True) is None
         assert kernel(weight(k=1284), rows) is None
-    assert kernel(weight(group=64), 1) is None
+    for rows in (1, 2):
+        assert kernel(weight(group=64), rows) is None
 
 
 def test_eight_rows_are_the_fewest_of_a_block() -> None:
     for rows, block in ((2, 8), (8, 8), (9, 16), (17, 32), (33, 64)):
-        shape = packed_hopper.shape_for(weight(), rows, False)
+        shape = packed_hopper.shape_for(weight(n=28672), rows, False)
         assert isinstance(shape, packed_hopper.Shape)
         assert shape.block_m == block
 
 
-def test_queries_keys_and_values_are_rotated_in_heads_of_128() -> None:
+def test_a_few_rows_use_gemv_where_all_their_inputs_fit_and_tiles_are_few() -> None:
+    for one, rows in (
+        (weight(n=6144), 4),
+        (weight(n=2048, k=8192), 2),
+        (weight("fp8", n=4096, k=14336), 2),
+        (weight(n=3072, k=2048), 8),
+        (weight("fp8", n=28672), 4),
+    ):
+        assert [kernel(one, count) for count in range(2, 10)] == ["row"] * (rows - 1) + ["packed"] * (9 - rows)
+    assert kernel(weight(n=28672), 2) == "packed", "many tiles of 4 bits"
+    assert kernel(weight(n=4096, k=14336), 2) == "packed", "many inputs of 4 bits"
+    assert kernel(weight("fp8", n=28672, k=3072), 2) == "packed", "many tiles of few inputs"
+
+
+def test_queries_keys_and_values_are_rotated_in_heads_of_64_and_128() -> None:
     rotated = packed_hopper.rotated_shape_for
-    assert isinstance(rotated(weight(), 1, 128), packed_gemv.Shape)
+    for dim in (64, 128):
+        assert isinstance(rotated(weight(n=6144), 1, dim), packed_gemv.Shape)
+        assert isinstance(rotated(weight(n=6144), 4, dim), packed_gemv.Shape)
+    assert rotated(weight(n=6144), 4, 96) is None
     assert isinstance(rotated(weight(), 64, 128), packed_hopper.Shape)
+    assert rotated(weight(), 64, 64) is None
     assert rotated(weight(), 65, 128) is None
-    assert rotated(weight(), 1, 64) is None
     assert rotated(replace(weight(), order=torch.arange(4096)), 1, 128) is None
 
 
@@ -209,15 +226,12 @@ def test_programs_of_one_row() -> None:
     assert shape(weight("fp8", k=15360, group=128), 1) == other(8, 3)
 
 
-@pytest.mark.parametrize("case", ["plain", "gated", "rotated"])
-def test_octets_of_all_tiles_are_all_rows_of_a_weight(case: str) -> None:
-    n, gated, rotated = 3 * 128, case == "gated", case == "rotated"
-    first = [
-        _octet.fn(tile, n // 2 if gated else n, octet, gated, rotated) for tile in range(n // 16) for octet in (0, 1)
-    ]
+@pytest.mark.parametrize(("gated", "head", "gap"), [(False, 0, 8), (True, 0, 192), (False, 128, 64), (False, 64, 32)])
+def test_octets_of_all_tiles_are_all_rows_of_a_weight(gated: bool, head: int, gap: int) -> None:
+    n = 3 * 128
+    first = [_octet.fn(tile, n // 2 if gated else n, octet, gated, head) for tile in range(n // 16) for octet in (0, 1)]
     assert sorted(first) == list(range(0, n, 8))
-    gaps = {second - one for one, second in zip(first[::2], first[1::2], strict=True)}
-    assert gaps == {{"plain": 8, "gated": n // 2, "rotated": 64}[case]}
+    assert {second - one for one, second in zip(first[::2], first[1::2], strict=True)} == {gap}
 
 
 def test_a_gated_product_has_nothing_added() -> None:
