@@ -624,16 +624,17 @@ def compile_packed_hopper(record: CompileRecord) -> Iterator[tuple[str, Compiled
     from kernels.linear.gluon_common import NO_POOL
     from kernels.linear.packed_hopper_kernel import packed_hopper_kernel
 
-    octets, bf16 = torch.zeros(768, 1024, dtype=torch.uint8), torch.bfloat16
-    int4 = quantized_weights.Int4Weight(octets[:, :512], torch.ones(768, 8, dtype=bf16), None, 128)
+    # With these inputs few rows are multiplied here, too, not by the kernel of one row.
+    octets, bf16 = torch.zeros(768, 1152, dtype=torch.uint8), torch.bfloat16
+    int4 = quantized_weights.Int4Weight(octets[:, :576], torch.ones(768, 9, dtype=bf16), None, 128)
     rows_fp8 = quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(768, 1))
     small = quantized_weights.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=bf16), None, 128)
-    groups = quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(768, 8))
+    groups = quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(768, 9))
     Weight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight
     Case = tuple[str, Weight, int, bool, bool, torch.dtype | None]
     cases: list[Case] = [
         ("int4 gated", int4, 2, True, False, None), ("int4 rotated", int4, 2, False, False, bf16),
-        ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False, None),
+        ("int4 zeros", replace(int4, zero=octets[:, :9]), 64, False, False, None),
         ("int4", int4, 32, False, False, None), ("int4 of one chunk", small, 1, False, False, None),
         ("fp8", rows_fp8, 8, False, False, None), ("fp8 rotated", rows_fp8, 8, False, False, quantized_weights.FP8),
         ("fp8 rounded", rows_fp8, 64, False, True, None), ("int8 groups gated", groups, 8, True, False, None),
