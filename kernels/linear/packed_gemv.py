@@ -15,7 +15,7 @@ from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
 WARPS = 8
-"""Warps of a program that multiply; two more load."""
+"""Warps of most programs that multiply; two more load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Shape:
     """Programs per multiprocessor."""
     max_registers: int = 80
     """Registers per thread at launch, before the warps redistribute them."""
+    warps: int = WARPS
+    """Warps that multiply."""
 
 
 ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
@@ -107,9 +109,10 @@ def experts_shape_for(weight: PackedWeight, gated: bool, chosen: int) -> Shape |
         return None  # A box of scales would not be aligned for the copy engine.
     if boxes > 1 and not weight.group and chunks != WARPS:
         return None  # A warp has the scale of one expert, so it may multiply one chunk of a step only.
-    size = chunks * 16 * (65 if weight.kind == "int4" else 130)
-    stages = 3 if weight.kind == "int4" else 2 if gated and k <= 2048 else 4
-    return Shape(chunks, min(stages, ((112 << 10) - 2 * inputs) // size))
+    if weight.kind == "int4":
+        return Shape(chunks, 2, 2, 120, WARPS // 2) if chunks == 2 * WARPS else Shape(chunks, 3)
+    stages = 2 if gated and k <= 2048 else 4
+    return Shape(chunks, min(stages, ((112 << 10) - 2 * inputs) // (chunks * 16 * 130)))
 
 
 def experts_up(x: Tensor, weight: PackedWeight, logits: Tensor, chosen: int, normalized: bool, shape: Shape) -> Tensor:
@@ -157,8 +160,8 @@ def _launch(
         "scales": descriptor(weight.scale.view(-1, 64), box, 8) if weight.group else weight.scale,
         "zeros": weight.zero, "bias": bias, "residual": residual, "out": out, "M": rows, "N": n // 2 if gated else n,
         "C": weight.chunks, "groups": groups, "tiles": tiles, "KIND": weight.kind,
-        "GROUP": weight.group, "GATED": gated,
-        "HEAD": 0 if pool["kv"] is None else pool["kv"].shape[-1], "WARPS": WARPS, "STEPS": weight.chunks // box,
-        "BOXES": boxes, "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.max_registers, **pool, **listed,
+        "GROUP": weight.group, "GATED": gated, "HEAD": 0 if pool["kv"] is None else pool["kv"].shape[-1],
+        "WARPS": shape.warps, "STEPS": weight.chunks // box, "BOXES": boxes, "STAGES": shape.stages,
+        "num_warps": shape.warps, "maxnreg": shape.max_registers, **pool, **listed,
     }  # fmt: skip
     return (min(tiles, processors * shape.per_sm),), arguments

@@ -713,7 +713,7 @@ def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
         added = None if gated or dim else out
         _, given = packed_gemv.launch(x, laid, None, added, gated, out, shape, 132, pool)
         compiled = compile_given(record, packed_gemv_kernel, given)
-        products = 8 * shape.chunks // packed_gemv.WARPS
+        products = 8 * shape.chunks // shape.warps
         assert compiled.mma_sync == products, "each warp multiplies a chunk at a time"
         # A multiprocessor reserves 1 KiB for each of its programs.
         assert shape.per_sm * (compiled.shared + 1024) <= MOST_SHARED[90] + 1024, f"{name}: too few fit"
@@ -749,7 +749,7 @@ def compile_listed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
         added = None if gated else out
         _, given = packed_gemv.launch_experts(x, laid, added, out, logits, chosen, not gated, shape, 132)
         compiled = compile_given(record, packed_gemv_kernel, given)
-        assert compiled.mma_sync == 8 * shape.chunks // packed_gemv.WARPS, "each warp multiplies a chunk at a time"
+        assert compiled.mma_sync == 8 * shape.chunks // shape.warps, "each warp multiplies a chunk at a time"
         assert shape.per_sm * (compiled.shared + 1024) <= MOST_SHARED[90] + 1024, f"{kind}: too few fit"
         yield f"{kind} experts {'gated' if gated else 'added'}", compiled
 
