@@ -28,7 +28,10 @@ CERTS     ?= .weft/certs
 
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 PROTOS   := $(wildcard protos/*.proto)
-PIP      := $(BIN)/python -m pip install -qq
+PIP      := $(BIN)/python -m pip install -qq --no-compile
+# Compiles the modules in a folder to bytecode, which takes pip as long as all else. Some are templates and cannot be.
+COMPILE  := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -qq
+SITE     := $(VENV)/lib/python*/site-packages
 
 # A stamp is touched when its step is done, so that a step runs again only when what it depends on has changed.
 MADE     := $(VENV)/.made
@@ -215,6 +218,7 @@ $(MADE):
 	$(call say,virtual environment in $(VENV))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip  # That of Python 3.11 takes twice as long to choose versions.
 	@touch $@
 
 # Torch is installed first, so that pip takes the build from the index that this machine is configured for.
@@ -225,7 +229,8 @@ $(TORCHED): $(MADE)
 
 $(SET_UP): $(TORCHED) pyproject.toml
 	$(call say,Weft and its dependencies)
-	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(COMPILE) $(SITE)/torch & $(PIP) -e '.[$(EXTRAS)]' && wait
+	@$(COMPILE) -j 0 $(SITE) || true
 	@touch $@
 
 $(STUBS): $(SET_UP) $(PROTOS)
