@@ -233,10 +233,9 @@ async def test_block_transfers_do_not_delay_results(door: CacheDoor) -> None:
     numbers = list(range(64))
     await offered(door, numbers, 200_000)
     bulk = [asyncio.create_task(fetched(door, numbers)) for _ in range(4)]
-    slowest = 0.0
+    meanwhile = 0
     while not all(task.done() for task in bulk):
-        began = asyncio.get_running_loop().time()
         assert await door.get(key_of(1)) == result_of(1)
-        slowest = max(slowest, asyncio.get_running_loop().time() - began)
+        meanwhile += 1
     assert all(len(task.result()) == 64 for task in bulk)
-    assert slowest < 0.5
+    assert meanwhile > 4, "one after the other, 12 as a rule, on a busy machine too"
