@@ -38,13 +38,12 @@ ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
 """Numbers of tiles that three programs per multiprocessor compute in one round and two do not."""
 LONG_INPUTS = {0: range(8192, 16385), CHUNK: range(8192, 14337)}
 """Inputs per scale (0: all) -> numbers of inputs that need more loads in flight, and for which they fit twice."""
-FEW_ROWS_OF_MANY_TILES = 4096
-"""Inputs from which on 8-bit weights of more tiles than that multiply several rows faster than by
-`packed_hopper_kernel`."""
+FEWEST_INPUTS_OF_MANY_TILES = 4096
+"""With fewer inputs, and more tiles than one round computes, `packed_hopper_kernel` multiplies several rows faster."""
 MAX_INPUTS = {2: 28672, 3: 11264}
 """Programs per multiprocessor -> the most inputs, of all rows, for which x fits into shared memory that many times."""
-MAX_INPUTS_BY_FOUR_BITS = 16384
-"""The most inputs, of several rows, that 4-bit weights multiply faster than by `packed_hopper_kernel`."""
+MAX_INPUTS_OF_FOUR_BITS = 16384
+"""With more inputs, of all rows, `packed_hopper_kernel` multiplies several rows by 4-bit weights faster."""
 MAX_ROWS = 8
 """Tensor cores multiply as many rows at a time."""
 
@@ -56,9 +55,8 @@ def shape_for(weight: PackedWeight, rows: int) -> Shape | None:
     if rows > MAX_ROWS or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or inputs > MAX_INPUTS[2]:
         return None
     four_bits = weight.kind == "int4"
-    if rows > 1 and tiles >= ONE_ROUND.stop and (four_bits or k < FEW_ROWS_OF_MANY_TILES):
-        return None
-    if rows > 1 and four_bits and inputs > MAX_INPUTS_BY_FOUR_BITS:
+    many_tiles, many_inputs = tiles >= ONE_ROUND.stop, inputs > MAX_INPUTS_OF_FOUR_BITS
+    if rows > 1 and (many_tiles or many_inputs if four_bits else many_tiles and k < FEWEST_INPUTS_OF_MANY_TILES):
         return None
     if not four_bits:
         if k >= LONG_INPUTS[0].start:

@@ -1,7 +1,7 @@
 """Chooses program shapes for, and launches, the Hopper kernels for packed weights.
 
 M rows of x, N outputs, K inputs, as in `kernels.linear.packed_gemm`. The kernel for few rows is in
-`kernels.linear.packed_hopper_kernel`; up to eight rows and many rows have kernels of their own.
+`kernels.linear.packed_hopper_kernel`; many rows have one of their own, and up to eight rows where it is faster.
 """
 
 from dataclasses import dataclass

@@ -663,7 +663,12 @@ RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quanti
 def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
     """Weights for products of a few rows, some with as many inputs as their shape takes; the rows, whether they are
     gated, and the head dimension of queries, keys and values or 0."""
-    from kernels.linear.packed_gemv import FEW_ROWS_OF_MANY_TILES, LONG_INPUTS, MAX_INPUTS, MAX_INPUTS_BY_FOUR_BITS
+    from kernels.linear.packed_gemv import (
+        FEWEST_INPUTS_OF_MANY_TILES,
+        LONG_INPUTS,
+        MAX_INPUTS,
+        MAX_INPUTS_OF_FOUR_BITS,
+    )
 
     def int4(n: int, k: int, zeros: bool = False) -> quantized_weights.Int4Weight:
         octets, scale = torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.bfloat16)
@@ -677,7 +682,7 @@ def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
     yield "int4 in short boxes", int4(256, MAX_INPUTS[2] - 1024), 1, False, 0
     yield "int4 of most inputs", int4(256, MAX_INPUTS[2]), 1, False, 0
     yield "int4 rotated in one round", int4(34 * 128, MAX_INPUTS[3]), 1, False, 128
-    yield "int4 of most inputs, two rows", int4(256, MAX_INPUTS_BY_FOUR_BITS // 2), 2, False, 0
+    yield "int4 of most inputs, two rows", int4(256, MAX_INPUTS_OF_FOUR_BITS // 2), 2, False, 0
     yield "int4 zeros, three rows", int4(256, 4096, zeros=True), 3, False, 0
     yield "int4 rotated, eight rows", int4(512, 2048), 8, False, 64
     yield "fp8 rotated", fp8(768, 2048), 1, False, 128
@@ -688,7 +693,7 @@ def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
     yield "fp8 in one round, two rows", fp8(6336, 5120), 2, False, 64
     yield "fp8 of long inputs, two rows", fp8(256, LONG_INPUTS[0][0]), 2, False, 0
     yield "fp8 of most inputs, two rows", fp8(256, MAX_INPUTS[2] // 2), 2, False, 0
-    yield "fp8 in some rounds, four rows", fp8(6400, FEW_ROWS_OF_MANY_TILES), 4, True, 0
+    yield "fp8 in some rounds, four rows", fp8(6400, FEWEST_INPUTS_OF_MANY_TILES), 4, True, 0
     blocks = LONG_INPUTS[128][-1]
     yield "fp8 blocks of long inputs", fp8(256, blocks, 2, blocks // 128), 1, True, 0
     octets = torch.zeros(768, 2048, dtype=torch.int8)

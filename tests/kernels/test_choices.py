@@ -156,11 +156,11 @@ def test_one_row_uses_gemv_if_warps_read_whole_chunks() -> None:
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_a_warp_has_the_scales_of_the_experts_that_it_multiplies(kind: str) -> None:
     """With one scale for each output a warp loads those of one expert, and multiplies every eighth chunk of a step."""
-    warps = packed_gemv.WARPS
     for n, k, chosen in ((4096, 14336, 2), (2048, 768, 8), (4096, 4096, 1), (2048, 1024, 4)):
         one = replace(weight(kind, n, k, group=0), scale=torch.empty(0, dtype=BF16))
         shape = packed_gemv.experts_shape_for(one, False, chosen)
         chunks = range(shape.chunks if shape else 0)
+        warps = shape.warps if shape else 0
         experts = [chunk // (len(chunks) // chosen) for chunk in chunks]
         assert experts == [chunk % warps // (warps // chosen) for chunk in chunks], (n, k, chosen)
 
@@ -169,6 +169,9 @@ def test_one_row_of_experts_uses_gemv() -> None:
     for kind, group, served in (("int4", 128, True), ("int4", 0, False), ("int8", 0, True), ("fp8", 0, True)):
         one = replace(weight(kind, 4096, 14336, group), scale=torch.empty(0, dtype=BF16))
         assert (packed_gemv.experts_shape_for(one, False, 2) is not None) == served, (kind, group)
+    for k, shape in ((4096, packed_gemv.Shape(16, 2, 2, 120, 4)), (3072, packed_gemv.Shape(8, 3))):
+        four_bits = replace(weight(k=k), scale=torch.empty(0, dtype=BF16))
+        assert packed_gemv.experts_shape_for(four_bits, True, 2) == shape, k
 
 
 def test_the_kernel_of_several_rows_depends_on_the_format() -> None:
