@@ -16,6 +16,8 @@ from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
 WARPS = 8
 """Warps of most programs that multiply; two more load."""
+MULTIPROCESSORS = 132
+"""Of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Shape:
     """Warps that multiply."""
 
 
-ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
+ONE_ROUND = range(2 * MULTIPROCESSORS + 1, 3 * MULTIPROCESSORS + 1)
 """Numbers of tiles that three programs per multiprocessor compute in one round and two do not."""
 LONG_INPUTS = {0: range(8192, 16385), CHUNK: range(8192, 14337)}
 """Inputs per scale (0: all) -> numbers of inputs that need more loads in flight, and for which they fit twice."""
@@ -58,16 +60,29 @@ def shape_for(weight: PackedWeight, rows: int) -> Shape | None:
     many_tiles, many_inputs = tiles >= ONE_ROUND.stop, inputs > MAX_INPUTS_OF_FOUR_BITS
     if rows > 1 and (many_tiles or many_inputs if four_bits else many_tiles and k < FEWEST_INPUTS_OF_MANY_TILES):
         return None
-    if not four_bits:
-        if k >= LONG_INPUTS[0].start:
-            return Shape(WARPS, 5 if rows == 1 and k in LONG_INPUTS[weight.group] else 3)
-        # One round leaves room for the next kernel's programs; more rounds need more loads in flight.
-        if tiles < ONE_ROUND.stop and inputs <= MAX_INPUTS[3]:
-            return Shape(WARPS, 2, 3, 56)
-        return Shape(WARPS, 4 if inputs < LONG_INPUTS[0].start else 3)
+    if four_bits:
+        return _shape_of_four_bits(weight, rows, tiles, inputs)
+    if k >= LONG_INPUTS[0].start:
+        return Shape(WARPS, 5 if rows == 1 and k in LONG_INPUTS[weight.group] else 3)
+    # One round leaves room for the next kernel's programs; more rounds need more loads in flight.
+    if tiles < ONE_ROUND.stop and inputs <= MAX_INPUTS[3]:
+        return Shape(WARPS, 2, 3, 56)
+    return Shape(WARPS, 4 if inputs < LONG_INPUTS[0].start else 3)
+
+
+def _shape_of_four_bits(weight: PackedWeight, rows: int, tiles: int, inputs: int) -> Shape:
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
+    if rows == 1 and tiles <= MULTIPROCESSORS:
+        return Shape(chunks, stages, 1, 96)
+    if rows == 1 and _by_four_warps(weight):
+        return Shape(chunks, 2 if chunks == 2 * WARPS else 3, 2, 120, WARPS // 2)
     return Shape(chunks, stages, 3, 56) if tiles in ONE_ROUND and inputs <= MAX_INPUTS[3] else Shape(chunks, stages)
+
+
+def _by_four_warps(weight: PackedWeight) -> bool:
+    """Whether four warps can share a load: four chunks of float32 scales are not a slice of it that can be read."""
+    return weight.group == 0 or weight.scale.itemsize < 4
 
 
 def block_of(rows: int) -> int:
@@ -108,7 +123,8 @@ def experts_shape_for(weight: PackedWeight, gated: bool, chosen: int) -> Shape |
     if boxes > 1 and not weight.group and chunks != WARPS:
         return None  # A warp has the scale of one expert, so it may multiply one chunk of a step only.
     if weight.kind == "int4":
-        return Shape(chunks, 2, 2, 120, WARPS // 2) if chunks == 2 * WARPS else Shape(chunks, 3)
+        four = chunks == 2 * WARPS and _by_four_warps(weight)
+        return Shape(chunks, 2, 2, 120, WARPS // 2) if four else Shape(chunks, 3)
     stages = 2 if gated and k <= 2048 else 4
     return Shape(chunks, min(stages, ((112 << 10) - 2 * inputs) // (chunks * 16 * 130)))
 

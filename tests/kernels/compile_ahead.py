@@ -677,10 +677,13 @@ def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
     def fp8(n: int, k: int, *scales: int) -> quantized_weights.Fp8Weight:
         return quantized_weights.Fp8Weight(torch.zeros(n, k, dtype=quantized_weights.FP8), torch.ones(scales or (n, 1)))
 
-    yield "int4 gated", int4(768, 2048), 1, True, 0
-    yield "int4 zeros", int4(768, 2048, zeros=True), 1, False, 0
-    yield "int4 in short boxes", int4(256, MAX_INPUTS[2] - 1024), 1, False, 0
-    yield "int4 of most inputs", int4(256, MAX_INPUTS[2]), 1, False, 0
+    yield "int4 gated", int4(2176, 2048), 1, True, 0
+    yield "int4 zeros", int4(2176, 2048, zeros=True), 1, False, 0
+    yield "int4 of float32 scales", replace(coarse := int4(2176, 2048), scale=coarse.scale.float()), 1, False, 0
+    yield "int4 of few tiles in short boxes", int4(256, MAX_INPUTS[2] - 1024), 1, False, 0
+    yield "int4 of few tiles and most inputs", int4(256, MAX_INPUTS[2]), 1, False, 0
+    yield "int4 in short boxes", int4(2176, MAX_INPUTS[2] - 1024), 1, False, 0
+    yield "int4 of most inputs", int4(2176, MAX_INPUTS[2]), 1, False, 0
     yield "int4 rotated in one round", int4(34 * 128, MAX_INPUTS[3]), 1, False, 128
     yield "int4 of most inputs, two rows", int4(256, MAX_INPUTS_OF_FOUR_BITS // 2), 2, False, 0
     yield "int4 zeros, three rows", int4(256, 4096, zeros=True), 3, False, 0
@@ -730,16 +733,19 @@ def compile_listed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
     from kernels.linear import packed_gemv
     from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
-    fp8, blocks, int4 = "fp8", "blocks", "int4"
+    fp8, blocks, int4, coarse = "fp8", "blocks", "int4", "int4 of float32 scales"
     cases = (
         (fp8, 1536, 2048, 8, True), (fp8, 2048, 768, 8, False), (int4, 256, 4096, 2, True),
-        (int4, 256, 14336, 2, False), (blocks, 256, 4096, 2, True), (blocks, 256, 2048, 2, False),
+        (int4, 256, 14336, 2, False), (coarse, 256, 4096, 2, True), (blocks, 256, 4096, 2, True),
+        (blocks, 256, 2048, 2, False),
     )  # fmt: skip
     for kind, n, k, chosen, gated in cases:
-        octets = torch.zeros(n, k // 2 if kind == int4 else k, dtype=torch.uint8)
+        four_bits = kind in (int4, coarse)
+        octets = torch.zeros(n, k // 2 if four_bits else k, dtype=torch.uint8)
         weight: quantized_weights.Weight
-        if kind == int4:
-            weight = quantized_weights.Int4Weight(octets, torch.ones(n, k // 128, dtype=torch.bfloat16), None, 128)
+        if four_bits:
+            scale = torch.ones(n, k // 128, dtype=torch.float32 if kind == coarse else torch.bfloat16)
+            weight = quantized_weights.Int4Weight(octets, scale, None, 128)
         else:
             scale = torch.ones(n, 1) if kind == fp8 else torch.ones(n // 128, k // 128)
             weight = quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), scale)
