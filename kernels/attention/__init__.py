@@ -11,8 +11,9 @@ head are packed into the rows of a tile):
   the row's partial results. With few rows, each program works on one row and head (`split_by_head`).
 - The tile kernel serves longer rows (prefill), the tiles with the most keys first.
 
-Three kernels replace them where they are faster: `decode_hopper` (few short rows, Hopper), `prefill_hopper` (the tile
-kernel for Hopper) and `short_prefill` (steps whose rows all see at most 128 keys; it has a plan of its own).
+Three kernels replace them where they are faster: `decode_hopper` (few short rows, and longer ones that are cut into
+pieces, Hopper), `prefill_hopper` (the tile kernel for Hopper) and `short_prefill` (steps whose rows all see at most 128
+keys; it has a plan of its own).
 `shared_prefix` computes keys that neighbouring rows share once for a group of rows, before the split kernel runs.
 Grids depend on shapes alone and kernels read all values on the device, so all can be captured in a CUDA graph.
 
@@ -88,6 +89,8 @@ class Config:
     """Use `kernels.attention.prefill_hopper` where it supports the shapes."""
     decode: DecodePrograms | None = None
     """The programs of `kernels.attention.decode_hopper`; None: not used."""
+    pieces: DecodePrograms | None = None
+    """Those for pieces of longer rows; None: rows are not cut."""
     span: int = 0
     """Invariant plans end partial sums at multiples of this many keys; 0: at the ends of the programs' shares."""
 
@@ -116,9 +119,15 @@ WIDE = Config(
 )  # fmt: skip
 # Most rows of one token -> programs on a Hopper, over pools of 16 bits and of fp8.
 HOPPER_DECODE = {1: DecodePrograms(64, 3, 4, 132), 3: DecodePrograms(64, 2, 4, 264), 16: DecodePrograms(64, 2, 4, 396)}
+# Beside rows of prompts.
+HOPPER_BESIDE_PROMPTS = HOPPER_DECODE | {24: HOPPER_DECODE[16]}
 HOPPER_DECODE_FP8 = {4: DecodePrograms(128, 2, 8, 132)}
 # Of rows of a token and its guesses, over pools of 16 bits.
 HOPPER_GUESSES = {1: DecodePrograms(64, 3, 4, 132), 16: DecodePrograms(64, 2, 4, 264)}
+# Of pieces of longer rows.
+HOPPER_PIECES = DecodePrograms(128, 2, 8, 132)
+# Queries of a piece for each key/value head, and most tokens of longer rows that are cut into pieces.
+PIECE_LINES, PIECES_TOKENS = 64, 128
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_min_tiles=1, split_keys=16, tile_keys=16, shared_rows=4)
 SPAN = 512
@@ -128,10 +137,10 @@ GROUP_LINES, SHARED_PROGRAMS = 64, 256
 
 def config_for(
     dim: int, dtype: torch.dtype, rows: int, invariant: bool = False, stored: torch.dtype | None = None,
-    short_tokens: int = 1,
+    short_tokens: int = 1, long_tokens: int = 0,
 ) -> Config:  # fmt: skip
-    """The tile shapes for a head dimension, dtype, number of rows, dtype of the pool (None: `dtype`), and the most
-    tokens of short rows.
+    """The tile shapes for a head dimension, dtype, number of rows, dtype of the pool (None: `dtype`), the most tokens
+    of a short row and those of all longer ones.
 
     Invariant tile shapes do not depend on the number of rows.
     """
@@ -145,11 +154,13 @@ def config_for(
         )  # fmt: skip
     configs = CONFIGS if stored is None or stored.itemsize > 1 else CONFIGS_8_BIT
     if stored in (None, dtype):
-        decode = HOPPER_DECODE if short_tokens == 1 else HOPPER_GUESSES
+        decode = HOPPER_BESIDE_PROMPTS if long_tokens else HOPPER_DECODE
+        decode = HOPPER_GUESSES if short_tokens > 1 else decode
     else:
         decode = HOPPER_DECODE_FP8 if stored == kv_pages.FP8 and dim > 64 else {}
     shape = next((shape for most, shape in decode.items() if rows <= most), None)
-    return replace(configs[64 if dim <= 64 else 128, rows <= SMALL_BATCH], decode=shape)
+    pieces = HOPPER_PIECES if decode else None
+    return replace(configs[64 if dim <= 64 else 128, rows <= SMALL_BATCH], decode=shape, pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,23 @@ class SharedPrefixes:
     row."""
     parts: Tensor
     """float32 [groups, K, splits, rows of a group, lines, D + 2]: partial results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Rows that are cut into pieces of few tokens, so that their keys are shared out among many programs."""
+
+    shape: DecodePrograms
+    records: Tensor
+    """int32 [G, RECORD]: filled by `schedule_kernel`."""
+    parts: Tensor
+    """float32 [G, PIECE_LINES, D + 2]: partial results of programs that share a piece and head."""
+    arrived: Tensor
+    """int32 [pieces * K]: how many of these programs have finished; zero between launches."""
+    tokens: int
+    """Of a piece."""
+    beyond: int
+    """Rows of up to so many tokens are not cut; 0: all rows are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +220,8 @@ class AttentionPlan:
     """Rows of more tokens than this belong to the tile kernel."""
     long_tokens: int
     """The most tokens of rows for the tile kernel; 0 launches no tile kernel."""
+    pieces: Pieces | None
+    """Take the place of the tile kernel, and where all rows are cut of the split kernel, too."""
     kv_heads: int
     share: int
     block_size: int
@@ -220,26 +250,29 @@ def plan_attention(
     kernel for few rows on a Hopper takes no others.
     """
     rows, device = contexts.shape[0], starts.device
-    config = config or config_for(dim, dtype, rows, short_tokens=short_tokens)
+    config = config or config_for(dim, dtype, rows, short_tokens=short_tokens, long_tokens=long_tokens)
     share = heads // kv_heads
     lines = triton.next_power_of_2(max(1, short_tokens) * share)
-    decode = config.decode if plain and window is None and is_hopper(device) else None
+    decode, cut = (config.decode, config.pieces) if plain and window is None and is_hopper(device) else (None, None)
     if decode and not decode.serve(rows * kv_heads, lines, dim, block_size, dtype):
         decode = None
+    if cut and not cut.serve(1, PIECE_LINES, dim, block_size, dtype):
+        cut = None
     alone = window or short_tokens != 1 or decode
     shared = None if alone else _shared_prefixes(config, rows, kv_heads, lines, dim, device)
+    pieces = _pieces(cut, rows, short_tokens, long_tokens, kv_heads, share, dim, device) if cut else None
     programs = decode.programs if decode else config.split_programs
-    pieces = rows * kv_heads + programs
+    partial = rows * kv_heads + programs
     if config.span:
-        pieces = rows * kv_heads * triton.cdiv(tables.shape[1] * block_size, config.span)
+        partial = rows * kv_heads * triton.cdiv(tables.shape[1] * block_size, config.span)
     plan = AttentionPlan(
         starts, contexts, tables,
         ends=torch.empty(rows + 1, dtype=torch.int32, device=device),
         records=torch.empty(programs, RECORD.value, dtype=torch.int32, device=device),
-        parts=torch.empty(pieces, lines, dim + 2, dtype=torch.float32, device=device),
+        parts=torch.empty(partial, lines, dim + 2, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
         shared=shared, decode=decode, window=window, short_tokens=short_tokens, long_tokens=long_tokens,
-        kv_heads=kv_heads, share=share, block_size=block_size, config=config,
+        pieces=pieces, kv_heads=kv_heads, share=share, block_size=block_size, config=config,
     )  # fmt: skip
     schedule(plan)
     return plan
@@ -258,8 +291,34 @@ def _shared_prefixes(
     return SharedPrefixes(torch.empty(count, 2 + group, dtype=torch.int32, device=device), parts)
 
 
+def _pieces(
+    shape: DecodePrograms, rows: int, short_tokens: int, long_tokens: int, kv_heads: int, share: int, dim: int,
+    device: torch.device,
+) -> Pieces | None:  # fmt: skip
+    """Buffers for rows that are cut; None where the tile kernel serves them. All rows are cut if they are few."""
+    tokens = PIECE_LINES // triton.next_power_of_2(share)
+    if not 0 < long_tokens <= PIECES_TOKENS or not tokens:
+        return None
+    most, beyond = rows + (long_tokens - 1) // tokens, 0
+    if most * kv_heads > shape.programs:
+        most, beyond = min(long_tokens // (short_tokens + 1), rows) + long_tokens // tokens, short_tokens
+    most = triton.next_power_of_2(most)  # Few numbers, each of which is compiled.
+    programs = most * kv_heads + shape.programs
+    return Pieces(
+        shape,
+        records=torch.empty(programs, RECORD.value, dtype=torch.int32, device=device),
+        parts=torch.empty(programs, PIECE_LINES, dim + 2, dtype=torch.float32, device=device),
+        arrived=torch.zeros(most * kv_heads, dtype=torch.int32, device=device), tokens=tokens, beyond=beyond,
+    )  # fmt: skip
+
+
 def schedule(plan: AttentionPlan) -> None:
-    """Distribute the short rows' work again after `starts` or `contexts` changed. One small launch, no host sync."""
+    """Distribute the work of rows again after `starts` or `contexts` changed. One small launch, or two; no host
+    sync."""
+    if plan.pieces:
+        _schedule_pieces(plan, plan.pieces)
+        if not plan.pieces.beyond:
+            return
     rows, config, shared = plan.contexts.shape[0], plan.config, plan.shared
     group, programs = shared.parts.shape[3] if shared else 1, len(plan.records)
     if plan.decode:
@@ -269,9 +328,22 @@ def schedule(plan: AttentionPlan) -> None:
         apart = config.split_by_head and not config.span and 4 * rows * plan.kv_heads <= programs
     schedule_kernel[(triton.cdiv(programs, RECORDS.value),)](
         plan.starts, plan.contexts, plan.tables, shared.groups if shared else None, plan.ends, plan.records, rows,
-        plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=programs,
+        plan.kv_heads, plan.tables.shape[1], plan.window or 0, 0, plan.short_tokens, G=programs,
         TILE=unit, MIN_TILES=least, P=plan.block_size, GROUP=group, BY_HEAD=apart, WINDOW=plan.window is not None,
-        BLOCK_R=max(16, group, triton.next_power_of_2(rows)), num_warps=4, **launch_options(plan.starts.device),
+        BLOCK_R=max(16, group, triton.next_power_of_2(rows)), CUT=0, BLOCK_V=1, AT_ONCE=programs,
+        num_warps=4, **launch_options(plan.starts.device),
+    )  # fmt: skip
+
+
+def _schedule_pieces(plan: AttentionPlan, pieces: Pieces) -> None:
+    rows, programs = plan.contexts.shape[0], len(pieces.records)
+    schedule_kernel[(triton.cdiv(programs, RECORDS.value),)](
+        plan.starts, plan.contexts, plan.tables, None, None, pieces.records, rows, plan.kv_heads,
+        plan.tables.shape[1], 0, pieces.beyond, 1 << 30, G=programs, TILE=DECODE_UNIT.value,
+        MIN_TILES=pieces.shape.keys // DECODE_UNIT.value, P=plan.block_size, GROUP=1, BY_HEAD=True, WINDOW=False,
+        BLOCK_R=max(16, triton.next_power_of_2(rows)), CUT=pieces.tokens,
+        BLOCK_V=len(pieces.arrived) // plan.kv_heads, AT_ONCE=pieces.shape.programs,
+        num_warps=4, **launch_options(plan.starts.device),
     )  # fmt: skip
 
 
@@ -298,11 +370,28 @@ def attention(
         return out
     assert kv_pages.block_size_of(kv_NP2KD) == plan.block_size
     assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
-    if plan.long_tokens:
+    if pieces := plan.pieces:
+        assert scores.is_plain, "the plan is for plain scores"
+        _attend_decode(q_THD, kv_NP2KD, kv_scales, out, plan.tables, pieces, pieces.shape, scores)
+        if not pieces.beyond:
+            return out
+    elif plan.long_tokens:
         _attend_long(q_THD, kv_NP2KD, kv_scales, out, plan, scores)
     if plan.long_tokens < tokens:
         _attend_short(q_THD, kv_NP2KD, kv_scales, out, plan, scores)
     return out
+
+
+def _attend_decode(
+    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, tables: Tensor,
+    work: AttentionPlan | Pieces, programs: DecodePrograms, scores: Scores,
+) -> None:  # fmt: skip
+    from kernels.attention import decode_hopper  # imported here: other devices cannot compile it
+
+    decode_hopper.attend_decode(
+        q_THD, kv_NP2KD, kv_scales, out, tables, work.records, work.parts, work.arrived, scores.scale * LOG2E,
+        programs.keys, programs.stages, programs.warps,
+    )  # fmt: skip
 
 
 def _attend_long(
@@ -331,16 +420,11 @@ def _attend_long(
 def _attend_short(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scores: Scores
 ) -> None:
-    scale = scores.scale * LOG2E
-    if decode := plan.decode:
+    if plan.decode:
         assert scores.is_plain, "the plan is for plain scores"
-        from kernels.attention import decode_hopper  # imported here: other devices cannot compile it
-
-        decode_hopper.attend_decode(
-            q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan.records, plan.parts, plan.arrived, scale, decode.keys,
-            decode.stages, decode.warps,
-        )  # fmt: skip
+        _attend_decode(q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan, plan.decode, scores)
         return
+    scale = scores.scale * LOG2E
     config, shared, rows, lines = plan.config, plan.shared, plan.contexts.shape[0], plan.parts.shape[1]
     numbers = (rows, plan.kv_heads, plan.tables.shape[1], q_THD.stride(0), scale)
     count, _, splits, group, _, _ = shared.parts.shape if shared else (0, 0, 1, 1, 0, 0)

@@ -1,10 +1,12 @@
-"""Attention for few rows of one token, or of a token and its guesses, on a Hopper, in Gluon, for low latency.
+"""Attention for few rows of few tokens on a Hopper, in Gluon, for low latency: a token, a token and its guesses, or the
+pieces of longer rows.
 
 A program works on keys of one row and head; keys are the rows of both products, as in `kernels.attention.decode_8bit`,
 and the queries of all tokens of the row their columns: query c belongs to the row's token c // SHARE. It requests its
-first tiles, except those with the newest keys, before the previous kernel has ended, using the records that
-`schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. Names as in
-`kernels.attention`. 16-bit dtypes over pools of the same dtype or of e4m3, D = 64 or 128.
+first tiles, except those with keys of this step, before the previous kernel has ended, using the records that
+`schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. A piece is a row with
+the block table of the row that it was cut from. Names as in `kernels.attention`. 16-bit dtypes over pools of the same
+dtype or of e4m3, D = 64 or 128.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -46,7 +48,7 @@ def _prefetch(kv, table, first, high, head, K: gl.constexpr, D: gl.constexpr, P:
 
 
 @gluon.jit
-def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, seen, head, K: gl.constexpr, P: gl.constexpr,
+def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, old, head, K: gl.constexpr, P: gl.constexpr,
          WARPS: gl.constexpr):  # fmt: skip
     """Start the copies of a tile's keys and values; zeros from key `high` on."""
     TILE: gl.constexpr = k_buffer.shape[0]
@@ -55,8 +57,8 @@ def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, seen, head, K:
     known = keys < high
     page = gl.load(table + keys // P, mask=known, other=0).to(gl.int64)
     source = kv + ((page * P + keys % P) * (2 * K) + head)[:, None] * D + lanes[None, :]
-    if first + TILE > seen:
-        # The previous kernel writes the newest keys: wait for it. The tile's other keys are prefetched into the L2.
+    if first + TILE > old:
+        # The previous kernel writes the keys of this step: wait for it. The tile's others are prefetched into the L2.
         _prefetch(kv, table, first, high, head, K, D, P, TILE, WARPS)
         gdc_wait()
     async_copy.async_copy_global_to_shared(k_buffer, source, known[:, None])
@@ -99,10 +101,11 @@ def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, key
 
 
 @gluon.jit
-def _attend(q, kv, table, start, length, low, high, tiles, context, head, q_stride, scale, K: gl.constexpr,
+def _attend(q, kv, table, start, length, low, high, tiles, context, old, head, q_stride, scale, K: gl.constexpr,
             SHARE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, LINES: gl.constexpr, TILE: gl.constexpr,
             STAGES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Keys low to high: maxima [COLUMNS], sums [TILE, COLUMNS] by position in a tile, weighted values [D, COLUMNS]."""
+    """Keys low to high, of this step from `old` on: maxima [COLUMNS], sums [TILE, COLUMNS] by position in a tile,
+    weighted values [D, COLUMNS]."""
     AHEAD: gl.constexpr = STAGES - 1
     COLUMNS: gl.constexpr = max(FEWEST_COLUMNS, LINES)
     stored: gl.constexpr = kv.dtype.element_ty
@@ -139,7 +142,7 @@ def _attend(q, kv, table, start, length, low, high, tiles, context, head, q_stri
     for step in range(tiles + AHEAD):
         if step < tiles:
             _ask(kv, table, k_found.index(step % STAGES), v_found.index(step % STAGES), low + step * TILE, rows, lanes,
-                 high, seen - 1, head, K, P, WARPS)  # fmt: skip
+                 high, old, head, K, P, WARPS)  # fmt: skip
         async_copy.commit_group()
         if step == AHEAD:
             gdc_wait()
@@ -260,6 +263,7 @@ def decode_hopper_kernel(
     record = records + gl.program_id(0) * RECORD
     row, units, start, length = gl.load(record), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4)
     context, share, stop, here = gl.load(record + 5), gl.load(record + 6), gl.load(record + 7), gl.load(record + 9)
+    source, old = gl.load(record + 10), gl.load(record + 11)
     gdc_launch_dependents()
     if here < stop:
         units = units // K
@@ -269,14 +273,14 @@ def decode_hopper_kernel(
         low = piece * share * DECODE_UNIT
         high = gl.minimum(low + share * DECODE_UNIT, context)
         tiles = (gl.maximum(high - low, 0) + TILE - 1) // TILE
-        table = tables + row.to(gl.int64) * B
+        table = tables + source.to(gl.int64) * B
         gain = 1.0
         if head_scales is not None:
             scale *= gl.load(head_scales + head)
             gain = gl.load(head_scales + K + head)
         top, sums, mixed = _attend(
-            q, kv, table, start, length, low, high, tiles, context, head, q_stride, scale, K, SHARE, D, P, LINES, TILE,
-            STAGES, WARPS,
+            q, kv, table, start, length, low, high, tiles, context, old, head, q_stride, scale, K, SHARE, D, P, LINES,
+            TILE, STAGES, WARPS,
         )  # fmt: skip
         gdc_wait()
         target = out + start.to(gl.int64) * (K * SHARE * D) + head * (SHARE * D)

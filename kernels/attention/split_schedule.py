@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.dependent_launch import wait_exclusive
 
-RECORD = tl.constexpr(10)  # fields that describe a program's first piece of work
+RECORD = tl.constexpr(12)  # fields that describe a program's first piece of work
 RECORDS = tl.constexpr(16)  # records that one program of `schedule_kernel` writes
 DECODE_UNIT = tl.constexpr(16)  # keys of a unit of work of `decode_hopper`
 MIN_MEMBERS, MIN_SHARED_TILES = (
@@ -75,21 +75,39 @@ def _find_shared_prefixes(
     return shared
 
 
-@triton.jit(do_not_specialize=["R", "B", "window"])
+@triton.jit
+def _cut(start, length, context, included, rows, CUT: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Cut the rows that are included into pieces of CUT tokens. -> for each of BLOCK_V pieces: row, first token,
+    tokens (0: there is no such piece), context, and the first key that the row's tokens of this step write."""
+    counts = tl.where(included, tl.cdiv(length, CUT), 0)
+    after = tl.cumsum(counts, 0)
+    piece = tl.arange(0, BLOCK_V)
+    row = tl.sum((after[None, :] <= piece[:, None]).to(tl.int32), 1)
+    here = rows[None, :] == row[:, None]
+    before = tl.sum(tl.where(here, (after - counts)[None, :], 0), 1)
+    done = (piece - before) * CUT
+    left = tl.sum(tl.where(here, length[None, :], 0), 1) - done
+    size = tl.where(piece < tl.sum(counts), tl.minimum(left, CUT), 0)
+    old = tl.sum(tl.where(here, (context - length)[None, :], 0), 1)
+    return row, tl.sum(tl.where(here, start[None, :], 0), 1) + done, size, old + done + size, old
+
+
+@triton.jit(do_not_specialize=["R", "B", "window", "beyond"])
 def schedule_kernel(
     starts,  # int32 [R + 1]: first token of each row
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
     groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] out, or None: number of shared keys, one row that shares them, and for
     # each row how many of the keys it shares: all or 0
-    ends,  # int32 [R + 1] out: cumulative number of tiles before each row, and of all rows
-    records,  # int32 [G, RECORD] out: row, first and last tile of the row, first token, tokens, context, tiles of a
-    # share, end of the share, shared keys, begin of the share
+    ends,  # int32 [R + 1] out: cumulative number of tiles before each row, and of all rows; None with CUT
+    records,  # int32 [G, RECORD] out: row or piece, first and last tile of it, first token, tokens, context, tiles of a
+    # share, end of the share, shared keys, begin of the share, row of the block table, first key of this step
     R,
     K,
     B,
     window,
-    longest,  # rows of more tokens belong to the tile kernel
+    beyond,  # rows of up to so many tokens are not included
+    longest,  # neither are rows of more tokens
     G: tl.constexpr,
     TILE: tl.constexpr,  # keys of a unit of work
     MIN_TILES: tl.constexpr,
@@ -98,9 +116,12 @@ def schedule_kernel(
     BY_HEAD: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    CUT: tl.constexpr,  # 0, or rows are cut into pieces of so many tokens, each of which is treated as a row
+    BLOCK_V: tl.constexpr,  # most pieces
+    AT_ONCE: tl.constexpr,  # programs of BY_HEAD that run at a time; where these are too few, two for each row and head
     PDL: tl.constexpr,
 ):
-    """Form one list of the key tiles of all short rows and find where each program's equal share begins.
+    """Form one list of the key tiles of the rows that are included and find where each program's equal share begins.
 
     BY_HEAD: each program computes tiles of one row and head. Every row then numbers its tiles from 0 and divides them
     equally among its own programs.
@@ -114,7 +135,11 @@ def schedule_kernel(
     start = tl.load(starts + rows, mask=rows < R, other=0)
     length = tl.load(starts + rows + 1, mask=rows < R, other=0) - start
     context = tl.load(contexts + rows, mask=rows < R, other=0)
-    short = (length > 0) & (length <= longest)
+    short = (length > beyond) & (length <= longest)
+    source, old = rows, context - length
+    if CUT:
+        source, start, length, context, old = _cut(start, length, context, short, rows, CUT, BLOCK_V)
+        rows, short, R = tl.arange(0, BLOCK_V), length > 0, BLOCK_V
     shared = context * 0
     if groups is not None:
         shared = _find_shared_prefixes(tables, groups, R, B, (context - length) // P, short, P, TILE, GROUP, BLOCK_R)
@@ -123,13 +148,16 @@ def schedule_kernel(
     tiles = tl.maximum(tl.cdiv(context, TILE) - skipped, 1)
     tiles = tl.where(short, tiles * K, 0)
     end = tl.cumsum(tiles, 0)
-    tl.store(ends, 0)
-    tl.store(ends + 1 + rows, end, mask=rows < R)
+    if ends is not None:
+        tl.store(ends, 0)
+        tl.store(ends + 1 + rows, end, mask=rows < R)
     all_tiles = tl.sum(tiles)
     members = tl.program_id(0) * RECORDS + tl.arange(0, RECORDS)
     if BY_HEAD:
         # One program for each row and head; the others are distributed in proportion to the rows' tiles.
-        wanted = 1 + tiles // K * (G - R * K) // tl.maximum(all_tiles, 1)
+        heads = tl.sum(short.to(tl.int32)) * K
+        spare = tl.maximum(AT_ONCE - heads, tl.minimum(heads, G - heads))
+        wanted = 1 + tiles // K * spare // tl.maximum(all_tiles, 1)
         shares = tl.maximum(tl.cdiv(tiles // K, wanted), MIN_TILES)
         tiles = tl.cdiv(tiles // K, shares) * shares * K
         last = tl.cumsum(tiles // shares, 0)  # programs of all rows so far
@@ -158,3 +186,5 @@ def schedule_kernel(
     tl.store(record + 7, stop, mask=known)
     tl.store(record + 8, tl.sum(tl.where(here, shared[None, :], 0), 1), mask=known)
     tl.store(record + 9, first, mask=known)
+    tl.store(record + 10, tl.sum(tl.where(here, source[None, :], 0), 1), mask=known)
+    tl.store(record + 11, tl.sum(tl.where(here, old[None, :], 0), 1), mask=known)

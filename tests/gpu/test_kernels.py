@@ -162,6 +162,23 @@ def test_attention_of_few_rows_with_guesses(
             close(batch.run(None, most), batch.want(None))
 
 
+@pytest.mark.parametrize("stored", [None, kv_pages.FP8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (6, 2, 64)], ids=str)
+def test_attention_of_rows_in_pieces(
+    heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    """Few tokens behind long contexts, alone and beside answers and empty rows."""
+    for lengths in (
+        [8], [33], [127], [2] * 40, [40, 1, 0, 7, 1, 19], [1] * 15 + [9], [1] * 22 + [2, 29], [1] * 60 + [0, 50, 3],
+        [1] * 200 + [64, 64],
+    ):  # fmt: skip
+        contexts = [length + random.choice([0, random.randint(0, 70), random.randint(0, 4000)]) for length in lengths]
+        batch = Batch(lengths, contexts, *heads, random.choice([16, 64]), dtype, stored)
+        assert (batch.plan(None, 1).pieces is not None) == (stored is None or heads[2] > 64)
+        close(batch.run(None, 1), batch.want(None))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (6, 2, 64)], ids=str)
 def test_attention_of_rows_with_few_keys(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -225,11 +242,18 @@ def test_invariant_attention_has_the_same_bits_in_any_step(heads: tuple[int, int
             assert torch.equal(chunk, whole[context - length : context]), (length, context)
 
 
-def test_attention_in_a_graph_follows_its_plan() -> None:
-    batch = Batch([1, 1, 1], [700, 1300, 40], 32, 8, 128, 16, torch.bfloat16)
-    contexts = torch.tensor([5, 6, 7], dtype=torch.int32, device="cuda")
-    plan = attention.plan_attention(batch.starts, contexts, batch.tables, 32, 8, 128, 16, torch.bfloat16)
-    out = poison(3, 4096, dtype=torch.bfloat16)
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 40, 9], [1] * 20 + [40, 9]], ids=["answers", "few", "many"])
+def test_attention_in_a_graph_follows_its_plan(lengths: list[int]) -> None:
+    rows, tokens = len(lengths), sum(lengths)
+    batch = Batch(lengths, [random.choice([70, 1300]) for _ in lengths], 32, 8, 128, 16, torch.bfloat16)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    contexts = torch.full((rows,), 5, dtype=torch.int32, device="cuda")
+    longer = 0 if tokens == rows else tokens - 1
+    plan = attention.plan_attention(
+        starts, contexts, batch.tables, 32, 8, 128, 16, torch.bfloat16, long_tokens=longer
+    )  # fmt: skip
+    assert (plan.pieces is not None) == bool(longer)
+    out = poison(tokens, 4096, dtype=torch.bfloat16)
 
     def step() -> None:
         attention.schedule(plan)
@@ -239,6 +263,7 @@ def test_attention_in_a_graph_follows_its_plan() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    starts.copy_(batch.starts)
     contexts.copy_(torch.tensor(batch.contexts))
     out.fill_(float("nan"))
     graph.replay()

@@ -86,12 +86,13 @@ class Batch:
 
     def plan(self, window: int | None, short: int, config: attention.Config | None = None) -> attention.AttentionPlan:
         dim, dtype, rows = self.q.shape[2], self.q.dtype, len(self.lengths)
-        served = attention.config_for(dim, dtype, rows, stored=self.pool.dtype, short_tokens=short)
+        longer = sum(length for length in self.lengths if length > short)
+        served = attention.config_for(
+            dim, dtype, rows, stored=self.pool.dtype, short_tokens=short, long_tokens=longer
+        )  # fmt: skip
         return attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
-            self.kv_heads, dim, self.block, dtype, window, short,
-            sum(length for length in self.lengths if length > short),
-            config or served, self.scores.is_plain,
+            self.kv_heads, dim, self.block, dtype, window, short, longer, config or served, self.scores.is_plain,
         )  # fmt: skip
 
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
@@ -100,7 +101,8 @@ class Batch:
         for _ in range(2 if DEVICE == "cuda" else 1):  # The interpreter is slow.
             out.fill_(float("nan"))
             attention.attention(self.q, self.pool, plan, self.scores, self.kv_scales, out)
-            assert not plan.arrived.any(), "the next run would find these counters"
+            for counters in (plan.arrived, plan.pieces.arrived if plan.pieces else plan.arrived):
+                assert not counters.any(), "the next run would find these counters"
         return out
 
     def run_short_prefill(self) -> Tensor:

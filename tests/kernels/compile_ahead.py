@@ -857,6 +857,12 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
             (64, dtype, attention.HOPPER_DECODE[1], 1, 1),
             (128, dtype, attention.HOPPER_DECODE[1], 7, 1),
             (128, dtype, attention.HOPPER_GUESSES[16], 7, 9),
+            *(
+                (128, stored, attention.HOPPER_PIECES, share, 64 // share)
+                for stored in (dtype, kv_pages.FP8)
+                for share in (1, 4)
+            ),
+            (64, dtype, attention.HOPPER_PIECES, 4, 16),
         ]
         for dim, stored, programs, share, tokens in decode:
             compiled = compile_decode(record, dim, stored, programs, share, tokens)

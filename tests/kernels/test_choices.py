@@ -61,14 +61,14 @@ def test_which_few_rows_use_the_general_kernel() -> None:
 
 def planned(
     rows: int = 4, heads: int = 32, kv_heads: int = 8, dim: int = 128, block: int = 16, window: int | None = None,
-    short: int = 1, hopper: bool = True,
+    short: int = 1, hopper: bool = True, longer: int = 0,
 ) -> attention.AttentionPlan:  # fmt: skip
     """The plan of a step whose rows may share prefixes, on a Hopper or another device."""
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((rows + 1,), (rows,), (rows, 8)))
     config = replace(attention.config_for(dim, BF16, rows, short_tokens=short), shared_rows=1)
     with mock.patch.object(attention, "is_hopper", return_value=hopper), mock.patch.object(attention, "schedule"):
         return attention.plan_attention(
-            starts, contexts, tables, heads, kv_heads, dim, block, BF16, window, short, 0, config
+            starts, contexts, tables, heads, kv_heads, dim, block, BF16, window, short, longer, config
         )
 
 
@@ -92,6 +92,25 @@ def test_shapes_without_the_decode_kernel_use_the_general_plan(other: dict[str, 
     assert plan.decode is None
     assert len(plan.records) == plan.config.split_programs
     assert (plan.shared is None) == ("window" in other or "short" in other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "longer", "pieces", "beyond"),
+    [(8, 63, 16, 0), (8, 127, 16, 0), (24, 63, 32, 1), (64, 63, 64, 1), (256, 128, 128, 1)],
+)
+def test_rows_of_few_tokens_are_cut_into_pieces(rows: int, longer: int, pieces: int, beyond: int) -> None:
+    """All rows if they are few; otherwise answers keep their kernel."""
+    cut = planned(rows=rows, longer=longer).pieces
+    assert cut is not None
+    assert (cut.tokens, cut.beyond, len(cut.arrived)) == (16, beyond, 8 * pieces)
+    assert planned(rows=2, heads=8, longer=99).pieces.tokens == 64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "other", [{"hopper": False}, {"window": 99}, {"dim": 96}, {"block": 8}, {"longer": 129}, {"longer": 0}], ids=str
+)
+def test_other_rows_are_not_cut(other: dict[str, Any]) -> None:
+    assert planned(**{"longer": 63, **other}).pieces is None
 
 
 @pytest.mark.parametrize("windows", [(None,), (128, None, 4096)], ids=str)

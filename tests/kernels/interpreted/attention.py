@@ -1,6 +1,7 @@
 """Attention over pages: ragged steps, served configurations, shared prefixes, pools of 8 bits, caps and sinks."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -37,22 +38,47 @@ def test_programs_of_few_rows_on_a_hopper_take_each_key_once(monkeypatch: pytest
     monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     lengths, contexts = [1, 0, 40, 1, 1, 1], [1900, 0, 70, 0, 17, 641]
     batch, decode = Batch(lengths, contexts, 8, 2, 64, 16, HALF), attention.DecodePrograms(64, 2, 4, programs)
-    plan = batch.plan(None, 1, replace(attention.config_for(64, HALF, 6), decode=decode))
+    plan = batch.plan(None, 1, replace(attention.config_for(64, HALF, 6), decode=decode, pieces=None))
     assert plan.decode == decode
-    taken: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for program, record in enumerate(plan.records.tolist()):
-        row, _, units, start, _, context, share, stop, _, here = record
+    rows = [(row, int(batch.starts[row]), 1, contexts[row], row, contexts[row] - 1) for row in (0, 3, 4, 5)]
+    assert_each_key_once(plan.records, rows)
+
+
+@pytest.mark.parametrize("rows", [6, 90])
+def test_programs_of_pieces_take_each_key_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Few rows are all cut; of many rows those of one token are not."""
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    lengths, contexts = [1, 0, 40, 1, 9, 33] + [1] * (rows - 6), [1900, 0, 70, 5, 641, 2000] + [7] * (rows - 6)
+    batch, wanted = Batch(lengths, contexts, 8, 2, 64, 16, HALF), list[tuple[int, ...]]()
+    cut = batch.plan(None, 1).pieces
+    assert cut is not None
+    assert (cut.tokens, cut.beyond) == (16, int(rows > 6))
+    for row, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+        for done in range(0, length if length > cut.beyond else 0, 16):
+            size, old = min(16, length - done), context - length
+            wanted.append((len(wanted), int(batch.starts[row]) + done, size, old + done + size, row, old))
+    assert_each_key_once(cut.records, wanted)
+
+
+def assert_each_key_once(records: torch.Tensor, wanted: Sequence[tuple[int, ...]]) -> None:
+    """wanted: of each row or piece its number, first token, tokens, context, row of its block table, and the first key
+    of the step. Neighbouring programs take neighbouring keys of it, 64 and more at a time, once for each of two
+    heads."""
+    taken: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    for program, record in enumerate(records.tolist()):
+        row, _, units, start, length, context, share, stop, _, here, source, old = record
         if here >= stop:
             continue
         head, within = divmod(here, units // 2)
-        assert (start, context, within % share) == (batch.starts[row], contexts[row], 0)
+        assert within % share == 0, record
         low = within * 16
-        taken.setdefault((row, head), []).append((program, low, min(low + share * 16, context)))
-    assert sorted(taken) == [(row, head) for row in (0, 3, 4, 5) for head in (0, 1)]
-    for (row, _), pieces in taken.items():
+        found = (row, start, length, context, source, old, head)
+        taken.setdefault(found, []).append((program, low, min(low + share * 16, context)))
+    assert sorted(taken) == [(*row, head) for row in wanted for head in (0, 1)]
+    for (*_, context, _, _, _), pieces in taken.items():
         first, lows, highs = pieces[0][0], [low for _, low, _ in pieces], [high for _, _, high in pieces]
         assert [program for program, _, _ in pieces] == list(range(first, first + len(pieces)))
-        assert [*lows, contexts[row]] == [0, *highs]
+        assert [*lows, context] == [0, *highs]
         assert all(high - low >= 64 for _, low, high in pieces[:-1])
 
 

@@ -173,7 +173,7 @@ class GpuForward:
             return ShortPrefillPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype, ops, pool = self._model.config, self._model.embedding.dtype, self._ops, self._pool
         short, rows = max(ops.short_tokens, longest), len(inputs.contexts)
-        shapes = attention.config_for(config.head_dim, dtype, rows, ops.invariant, pool.stored, short)
+        shapes = attention.config_for(config.head_dim, dtype, rows, ops.invariant, pool.stored, short, long_tokens)
         return attention.plan_attention(
             inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
             pool.block_size, dtype, window, short, long_tokens, shapes, config.has_plain_scores,

@@ -21,14 +21,15 @@ from services.worker.runners.cuda.step_words import Kind, Sizes
 
 GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
 """Answers of the steps that are captured; a step is padded to the next of these sizes."""
-GRAPH_TOKENS = (*range(64, 385, 64), *range(512, 2049, 128))
+GRAPH_TOKENS = (16, 32, *range(64, 385, 64), *range(512, 2049, 128))
 """Tokens of the steps with prompts that are captured, where launching their kernels one by one may take longer. Not
 448: an 8B step of 448 tokens takes longer than one of 512."""
-RAGGED_ROWS = (8, 64, 256)
-"""Most rows of steps with prompts; each size of tokens is captured for each of these."""
+RAGGED_ROWS, FEW_TOKENS, FEW_ROWS = (8, 64, 256), 384, 24
+"""Most rows of steps with prompts; each size of tokens is captured for each of these, and up to `FEW_TOKENS` for
+`FEW_ROWS`, too: attention has a faster kernel for the answers among so many rows."""
 GUESS_ROWS, GUESSES, MOST_GUESS_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), 320
 """Rows, and guesses of each, of the steps that are captured, and most tokens of such a step."""
-SHORT_CONTEXT_TOKENS = (64, 128)
+SHORT_CONTEXT_TOKENS = (16, 32, 64, 128)
 """Tokens of the steps with prompts that are captured once more for the fewest rows, with short prefill attention."""
 EAGER_BYTES = 8e11
 """A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than the launches
@@ -124,7 +125,10 @@ class Graphs:
         rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self._slots), min(self._slots, GRAPH_ROWS[-1])})
         tokens = [count for count in self._tokens() if count <= self._step_tokens]
         most = sorted({min(count, self._slots) for count in RAGGED_ROWS})
-        ragged = [(count, held, held) for count in tokens for held in most if held <= count]
+        few = sorted({*most, min(FEW_ROWS, self._slots)})
+        ragged = [
+            (count, held, held) for count in tokens for held in (few if count <= FEW_TOKENS else most) if held <= count
+        ]
         short = [(count, held, held) for count, held, _ in ragged if count in SHORT_CONTEXT_TOKENS and held == most[0]]
         answers = [(count, count, count) for count in rows]
         found = (
