@@ -1,5 +1,8 @@
 """The pools of blocks for CPU and GPU (here on a CPU): contents can be moved between them."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,3 +30,21 @@ def test_blocks_move_from_one_devices_pool_to_the_others(stored: torch.dtype) ->
     for pool, mine in ((gpu, [4, 2]), (cpu, [1, 5])):
         pool.scrub(mine[:1])
         assert pool.read(mine) == [bytes(pool.block_bytes), contents[1]], "only the cleared block is zero"
+
+
+def test_host_memory_is_taken_as_blocks_are_used() -> None:
+    one = CpuPool(CONFIG, 1, 16, torch.float32).block_bytes
+    count, before = (256 << 20) // one, resident()
+    pool = CpuPool(CONFIG, count, 16, torch.float32)
+    assert resident() - before < 64 << 20
+    used = list(range(count // 2, count))
+    pool.write(used, [bytes([7]) * one] * len(used))
+    assert resident() - before > 96 << 20
+    assert pool.read([1, count // 2 - 1, count]) == [bytes(one)] * 3
+    assert pool.read([count - 1]) == [bytes([7]) * one]
+    assert all(layer.data_ptr() % 64 == 0 for layer in pool.layers)
+
+
+def resident() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
