@@ -179,6 +179,7 @@ class Pieces:
     """Rows that are cut into pieces of few tokens, so that their keys are shared out among many programs."""
 
     shape: DecodePrograms
+    """The programs of `decode_hopper`."""
     records: Tensor
     """int32 [G, RECORD]: filled by `schedule_kernel`."""
     parts: Tensor
@@ -295,9 +296,10 @@ def _pieces(
     shape: DecodePrograms, rows: int, short_tokens: int, long_tokens: int, kv_heads: int, share: int, dim: int,
     device: torch.device,
 ) -> Pieces | None:  # fmt: skip
-    """Buffers for rows that are cut; None where the tile kernel serves them. All rows are cut if they are few."""
+    """Buffers for rows that are cut; None where the tile kernel serves them. All rows are cut if they are few, and then
+    short ones are a piece each."""
     tokens = PIECE_LINES // triton.next_power_of_2(share)
-    if not 0 < long_tokens <= PIECES_TOKENS or not tokens:
+    if not 0 < long_tokens <= PIECES_TOKENS or tokens < max(short_tokens, 1):
         return None
     most, beyond = rows + (long_tokens - 1) // tokens, 0
     if most * kv_heads > shape.programs:

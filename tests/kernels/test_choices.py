@@ -107,7 +107,9 @@ def test_rows_of_few_tokens_are_cut_into_pieces(rows: int, longer: int, pieces: 
 
 
 @pytest.mark.parametrize(
-    "other", [{"hopper": False}, {"window": 99}, {"dim": 96}, {"block": 8}, {"longer": 129}, {"longer": 0}], ids=str
+    "other",
+    [{"hopper": False}, {"window": 99}, {"dim": 96}, {"block": 8}, {"longer": 129}, {"longer": 0}, {"short": 17}],
+    ids=str,
 )
 def test_other_rows_are_not_cut(other: dict[str, Any]) -> None:
     assert planned(**{"longer": 63, **other}).pieces is None

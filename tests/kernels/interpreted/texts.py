@@ -40,7 +40,9 @@ def test_batches_of_texts_in_the_gpu_runner() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"windows": (24, None), "qk_norm": True}, gpt2_settings(128)], ids=["llama", "windows", "gpt2"]
+    "model",
+    [{"layers": 1}, {"windows": (24, None), "qk_norm": True}, {"layers": 1, **gpt2_settings(128)}],
+    ids=["llama", "windows", "gpt2"],
 )
 def test_texts_in_a_decoder(model: dict[str, Any]) -> None:
     check_decoder_texts(FULL, BATCHES[1:2], **model)
