@@ -52,6 +52,13 @@ def test_few_rows_have_their_own_decode_programs(stored: torch.dtype, programs: 
         assert (decode and decode.programs) == wanted
 
 
+def test_more_answers_beside_prompts_use_the_decode_kernel() -> None:
+    for rows in (17, 24):
+        assert attention.config_for(128, BF16, rows).decode is None
+        assert attention.config_for(128, BF16, rows, long_tokens=40).decode == attention.HOPPER_DECODE[16]
+    assert attention.config_for(128, BF16, 25, long_tokens=40).decode is None
+
+
 def test_which_few_rows_use_the_general_kernel() -> None:
     assert attention.config_for(64, BF16, 1).decode is not None
     assert attention.config_for(64, BF16, 1, stored=kv_pages.FP8).decode is None
@@ -103,7 +110,9 @@ def test_rows_of_few_tokens_are_cut_into_pieces(rows: int, longer: int, pieces: 
     cut = planned(rows=rows, longer=longer).pieces
     assert cut is not None
     assert (cut.tokens, cut.beyond, len(cut.arrived)) == (16, beyond, 8 * pieces)
-    assert planned(rows=2, heads=8, longer=99).pieces.tokens == 64  # type: ignore[union-attr]
+    alone = planned(rows=2, heads=8, longer=99).pieces
+    assert alone is not None
+    assert alone.tokens == 64
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pools of blocks for CPU and GPU (here on a CPU): contents can be moved between them."""
+"""The pools of blocks for CPU and GPU (here on a CPU): contents move between them, and host memory is taken late."""
 
 import resource
 from pathlib import Path
