@@ -53,6 +53,16 @@ def test_steps_with_short_contexts_have_separate_graphs() -> None:
     )
 
 
+def test_few_tokens_and_rows_have_graphs_of_their_size() -> None:
+    runner = runner_of(slots=64)
+    assert taken(runner, [9], [300]) == ((16, 8, 8), Kind.ANY)
+    assert taken(runner, [1] * 7 + [20], [300] * 8) == ((32, 8, 8), Kind.ANY)
+    assert taken(runner, [1] * 15 + [8], [300] * 16) == ((32, 24, 24), Kind.ANY)
+    assert taken(runner, [1] * 23 + [300], [300] * 24) == ((384, 24, 24), Kind.ANY)
+    assert taken(runner, [1] * 24 + [8], [300] * 25) == ((64, 64, 64), Kind.ANY)
+    assert taken(runner, [1] * 15 + [400], [400] * 16) == ((512, 64, 64), Kind.ANY), "few rows, but many tokens"
+
+
 def test_other_steps_do_not_use_these_graphs() -> None:
     runner = runner_of()
     assert taken(runner, [1], [7]) == ((1, 1, 1), Kind.ANSWERS)
