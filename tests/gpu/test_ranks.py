@@ -15,11 +15,14 @@ from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid
 from services.worker.runners.ranks import RanksRunner
-from tests.checkpoints import make_checkpoint
+from services.worker.structured.compiler import GuidanceForms
+from tests.checkpoints import DEMO, make_checkpoint
 from tests.gpu.conftest import EngineMaker
 from tests.parallel import scenes
 from tests.served import WIDE_EXPERTS
-from tests.worker.drive import job, open_engine, prompt_of, run
+from tests.worker.drive import Answer, job, open_engine, prompt_of, run
+from tests.worker.test_speculation import Replay, guessing, varied_jobs
+from tests.worker.test_structured import varied_forms
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -125,6 +128,44 @@ def test_a_deterministic_grid_repeats_every_bit(checkpoint: Folder) -> None:
             answers = run(grid, *scenes.jobs())
             found.append([(answer.tokens, answer.logprobs) for answer in answers.values()])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_guesses_change_no_answer(checkpoint: Folder, deterministic: bool) -> None:
+    """Of a replay that is often right, and of the n-grams and suffixes of the answers; graphs of 1 to 64 rows."""
+    jobs, options = varied_jobs(), {"deterministic": deterministic}
+    with on_ranks(checkpoint("llama"), 2, 1, **options) as grid:
+        plain = run(grid, *jobs)
+    for speculate in ("ngram", "suffix"):
+        with on_ranks(checkpoint("llama"), 2, 1, speculate=speculate, speculate_depth=4, **options) as grid:
+            found = [run(grid, *jobs), run(guessing(grid, Replay(plain)), *jobs)]
+            assert 0 < grid.stats().guesses.accepted < grid.stats().guesses.drafted
+        for answers in found:
+            for key, answer in answers.items():
+                assert answer.tokens == plain[key].tokens, key
+                if deterministic:
+                    assert (answer.logprobs, answer.tops) == (plain[key].logprobs, plain[key].tops)
+
+
+def test_guesses_change_no_answer_with_a_form() -> None:
+    """Masks reach all ranks behind the guesses."""
+    forms, jobs = GuidanceForms((DEMO / "tokenizer.json").read_bytes(), 6144, [0]), varied_forms()
+
+    def answers(**options: Any) -> list[list[int]]:
+        with on_ranks(DEMO, 2, 1, deterministic=True, kv_blocks=512, **options) as grid:
+            grid.use_forms(forms)
+            if options:
+                guessing(grid, Replay({one.key: plain[one.key] for one in jobs}, 5))
+            else:
+                plain.update(run(grid, *jobs))
+                return [plain[one.key].tokens for one in jobs]
+            found = run(grid, *jobs)
+            assert all(found[one.key].ended.cost.accepted_tokens for one in jobs[:3])
+            return [found[one.key].tokens for one in jobs]
+
+    plain: dict[int, Answer] = {}
+    assert answers() == answers(speculate="ngram")
+    forms.close()
 
 
 def test_rounded_weights(checkpoint: Folder, engine: EngineMaker) -> None:

@@ -23,6 +23,7 @@ from tests.parallel import scenes
 from tests.parallel.threads import RankFailed, grid_engine
 from tests.served import GOLDEN
 from tests.worker.drive import Answer, job, open_engine, prompt_of, run
+from tests.worker.test_speculation import Replay, guessing, varied_jobs
 from tests.worker.test_structured import DATE, WORDS, shaped
 
 __all__ = ["checkpoint"]
@@ -111,9 +112,18 @@ def test_blocks_have_the_contents_of_all_ranks(checkpoint: Folder) -> None:
     assert len(expected.tokens) == 8
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "folder"), [(3, 1, SMALL_DEMO), (1, 2, SMALL_DEMO), (1, 3, DEMO)])
-def test_answers_with_a_form_and_scores_of_prompts(tensor: int, pipeline: int, folder: Path) -> None:
-    """Masks reach the ranks that draw, and log-probabilities of prompts come back from them."""
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "folder", "options"),
+    [
+        (3, 1, SMALL_DEMO, {"speculate": "suffix", "speculate_depth": 4}),
+        (1, 2, SMALL_DEMO, {}),
+        (1, 3, DEMO, {}),
+    ],
+)
+def test_answers_with_a_form_and_scores_of_prompts(
+    tensor: int, pipeline: int, folder: Path, options: dict[str, Any]
+) -> None:
+    """Masks reach the ranks that draw, and log-probabilities of prompts come back from them; with guesses, too."""
     forms = GuidanceForms((folder / "tokenizer.json").read_bytes(), 6144, [0])
     jobs = [shaped(1, DATE), shaped(2, WORDS, seed=4), job(3, prompt_of(30), max_tokens=6, prompt_logprobs=2)]
     # Of three steps in flight the one with a form is the last.
@@ -133,8 +143,9 @@ def test_answers_with_a_form_and_scores_of_prompts(tensor: int, pipeline: int, f
         return sorted(tokens), tops, logprobs
 
     expected = answers(open_engine(folder, kv_blocks=64, max_batch_size=8, threads=1))
-    with grid_engine(folder, tensor, pipeline) as engine:
+    with grid_engine(folder, tensor, pipeline, **options) as engine:
         found = answers(engine)
+        assert ("speculate" in options) == (engine.stats().guesses.accepted > 0)
     forms.close()
     assert found[:2] == expected[:2]
     assert {key for key, *_ in found[0]} == {1, 2, 3, 4, 5}
@@ -169,17 +180,35 @@ def test_a_rank_that_fails_ends_the_grid(checkpoint: Folder) -> None:
             engine.step()
 
 
+@pytest.mark.parametrize(("shape", "tensor", "depth"), [("llama", 2, 4), ("gemma3", 4, 2)])
+def test_guesses_change_no_answer(checkpoint: Folder, shape: str, tensor: int, depth: int) -> None:
+    """Each rank finds the same guesses right. Rows without guesses and chunks of prompts are among them."""
+    jobs = varied_jobs()
+    options: dict[str, Any] = {"deterministic": True, "step_tokens": 40}
+    with grid_engine(checkpoint(shape), tensor, **options) as engine:
+        plain = run(engine, *jobs)
+    with grid_engine(checkpoint(shape), tensor, speculate="ngram", **options) as engine:
+        answers = run(guessing(engine, Replay(plain), depth), *jobs)
+        guesses = engine.stats().guesses
+    for key, answer in answers.items():
+        assert (answer.tokens, answer.logprobs) == (plain[key].tokens, plain[key].logprobs)
+        assert answer.tops == plain[key].tops
+    assert 0 < guesses.accepted < guesses.drafted
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculate": "ngram"}, "tensor 2 x pipeline 1 ranks do not support WEFT_SPECULATE"),
+        ({"speculate": "draft:x"}, "tensor 2 x pipeline 1 ranks do not support WEFT_SPECULATE=draft:x, only ngram"),
+        ({"speculate": "heads:x"}, "do not support WEFT_SPECULATE=heads:x, only ngram and suffix"),
+        ({"speculate": "suffix", "pipeline": 2}, "2 x pipeline 2 ranks do not support WEFT_SPECULATE=suffix"),
         ({"adapter_slots": 2}, "do not support adapters"),
         ({"kv_scales": "dynamic", "kv_dtype": "fp8"}, "do not support KV_SCALES=dynamic"),
         ({"engine": "paced"}, "do not support ENGINE=paced"),
     ],
 )
 def test_what_a_grid_cannot_do_is_refused(checkpoint: Folder, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(CheckpointError, match=reason), grid_engine(checkpoint("llama"), 2, **options):
+    with pytest.raises(CheckpointError, match=reason), grid_engine(checkpoint("llama"), **{"tensor": 2, **options}):
         pass
 
 

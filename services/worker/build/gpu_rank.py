@@ -29,6 +29,7 @@ from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exac
 from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, TritonRankOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.ranks import Rank
+from services.worker.runners.step import MOST_GUESSES
 
 Found = TypeVar("Found")
 _ROWS = 2048
@@ -68,9 +69,10 @@ def load_gpu_rank(
         return model
 
     model, stored = _together(others, rank, load), stored_dtype(config, options)
+    guesses = MOST_GUESSES if options.speculate else 0
     runner = GpuRunner(
-        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored
-    )  # fmt: skip
+        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses
+    )
     progress("memory", 0, 1)
     workspace, block_bytes = runner.measure_workspace(), bytes_of_block(model.config, options, stored)
 

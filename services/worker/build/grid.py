@@ -42,6 +42,7 @@ from services.worker.parallel.topology import Grid
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.rank_ops import InvariantRankOps, RankOps
 from services.worker.runners.ranks import Rank, RanksRunner
+from services.worker.runners.step import MOST_GUESSES
 
 log = structlog.get_logger("worker")
 _NOTHING_COMPILED: kernel_cache.Compiling = nullcontext()
@@ -123,7 +124,12 @@ def assemble_grid(
     plan = replace(plan, weights=own.nbytes + sum(loaded), kv=sum(sizes) * (plan.kv_blocks + 1))
     numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
-    return EngineParts(config, source.parameters, plan, runner, layout, numerics.stored)
+    parts = EngineParts(config, source.parameters, plan, runner, layout, numerics.stored)
+    if not options.on_gpu:
+        return parts
+    from services.worker.runners.cuda.graphs import most_guesses
+
+    return replace(parts, guess_limit=partial(most_guesses, guesses=MOST_GUESSES))
 
 
 def _gpus(ranks: int) -> list[str]:

@@ -56,6 +56,8 @@ class Rank:
 
     def launch(self, words: Words) -> Any:
         """Begin to compute the step, and note that steps are over which no one collects."""
+        while self._launched and self._launched[-1].has_guesses:
+            self.runner.collect(self._launched.popleft())
         step = self.runner.launch(without_draws(words) if self._strips else words)
         if not self.reports:
             self._launched.append(step)

@@ -53,6 +53,11 @@ class CpuStep:
         """Whether its tokens are drawn when masks arrive."""
         return self.sampled is None
 
+    @property
+    def has_guesses(self) -> bool:
+        """Whether it is to be collected before the next one is launched."""
+        return max(self.rows.samples, default=0) > 1
+
 
 class CpuRunner:
     """A `Runner` in plain torch. It reads the packed steps that a GPU's runner reads, and owns all tensors."""

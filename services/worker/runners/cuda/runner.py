@@ -82,6 +82,11 @@ class GpuStep:
         """Whether it has rows that draw when masks arrive."""
         return self.masked is not None
 
+    @property
+    def has_guesses(self) -> bool:
+        """Whether it is to be collected before the next one is launched."""
+        return self.rows.guesses > 0
+
 
 class GpuRunner:
     """A `Runner` on a GPU. It also runs on a CPU, without graphs, for tests of all that is not the device."""
