@@ -132,14 +132,16 @@ def test_a_deterministic_grid_repeats_every_bit(checkpoint: Folder) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_guesses_change_no_answer(checkpoint: Folder, deterministic: bool) -> None:
-    """Of a replay that is often right, and of the n-grams and suffixes of the answers; graphs of 1 to 64 rows."""
+    """Of a replay that is often right, of the n-grams and suffixes of the answers, and of a draft model."""
     jobs, options = varied_jobs(), {"deterministic": deterministic}
     with on_ranks(checkpoint("llama"), 2, 1, **options) as grid:
         plain = run(grid, *jobs)
-    for speculate in ("ngram", "suffix"):
+    for speculate in ("ngram", "suffix", f"draft:{checkpoint('llama')}"):
         with on_ranks(checkpoint("llama"), 2, 1, speculate=speculate, speculate_depth=4, **options) as grid:
-            found = [run(grid, *jobs), run(guessing(grid, Replay(plain)), *jobs)]
-            assert 0 < grid.stats().guesses.accepted < grid.stats().guesses.drafted
+            found = [run(grid, *jobs)]
+            assert 0 < grid.stats().guesses.accepted <= grid.stats().guesses.drafted
+            if speculate == "ngram":
+                found.append(run(guessing(grid, Replay(plain)), *jobs))
         for answers in found:
             for key, answer in answers.items():
                 assert answer.tokens == plain[key].tokens, key

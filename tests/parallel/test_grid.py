@@ -1,9 +1,11 @@
 """Grids of ranks answer as one process does. Ranks are threads here; `make check-parallel` runs every shape."""
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from services.worker.options import EngineOptions
 from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.topology import Grid
 from services.worker.runners.base import Top
+from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.structured.compiler import GuidanceForms
 from tests.checkpoints import DEMO, SMALL_DEMO, checkpoint
 from tests.parallel import scenes
@@ -196,11 +199,37 @@ def test_guesses_change_no_answer(checkpoint: Folder, shape: str, tensor: int, d
     assert 0 < guesses.accepted < guesses.drafted
 
 
+def test_a_draft_model_of_each_rank_changes_no_answer(checkpoint: Folder) -> None:
+    """Also if the ranks' draft models differ: all check the guesses of the first rank."""
+    jobs, folder = varied_jobs(), checkpoint("llama")
+    options: dict[str, Any] = {"deterministic": True, "step_tokens": 40}
+    with grid_engine(folder, 2, **options) as engine:
+        plain = run(engine, *jobs)
+    drafting = {"speculate": f"draft:{folder}", "speculate_depth": 3, **options}
+    with grid_engine(folder, 2, **drafting) as engine:
+        answers, guesses = run(engine, *jobs), engine.stats().guesses
+    with patch.object(CpuDraftModel, "guess", _guess_differently), grid_engine(folder, 2, **drafting) as engine:
+        wrong, guessed_wrong = run(engine, *jobs), engine.stats().guesses
+    for key, answer in plain.items():
+        for found in (answers[key], wrong[key]):
+            assert (found.tokens, found.logprobs, found.tops) == (answer.tokens, answer.logprobs, answer.tops)
+    assert guesses.accepted > 0.5 * guesses.drafted
+    assert guessed_wrong.drafted > 0
+
+
+_guess, _guessed = CpuDraftModel.guess, itertools.count()
+
+
+def _guess_differently(*given: Any) -> dict[int, list[int]]:
+    """As the draft model does, with another last guess at each call: no two ranks have the same."""
+    found = _guess(*given)
+    return {slot: [*ids[:-1], next(_guessed) % 60] if ids else [] for slot, ids in found.items()}
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculate": "draft:x"}, "tensor 2 x pipeline 1 ranks do not support WEFT_SPECULATE=draft:x, only ngram"),
-        ({"speculate": "heads:x"}, "do not support WEFT_SPECULATE=heads:x, only ngram and suffix"),
+        ({"speculate": "heads:x"}, "2 x pipeline 1 ranks do not support WEFT_SPECULATE=heads:x"),
         ({"speculate": "suffix", "pipeline": 2}, "2 x pipeline 2 ranks do not support WEFT_SPECULATE=suffix"),
         ({"adapter_slots": 2}, "do not support adapters"),
         ({"kv_scales": "dynamic", "kv_dtype": "fp8"}, "do not support KV_SCALES=dynamic"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,10 +46,15 @@ from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner
 from services.worker.runners.step import MOST_GUESSES
 
+if TYPE_CHECKING:
+    from services.worker.runners.cuda.draft_model import GpuDraftModel
+    from services.worker.runners.cuda.ops import TritonOps
+    from services.worker.runners.cuda.runner import GpuRunner
+
 _MOST_THREADS = torch.get_num_threads()
 """What torch would use: this process's processors, or OMP_NUM_THREADS."""
 _WEIGHTS_OF_A_THREAD = 16 << 20
-_DRAFT_WORKSPACE = 256 << 20
+DRAFT_WORKSPACE = 256 << 20
 """Bytes of the steps of a draft model or heads on a GPU: at most 512 tokens, and logits of 64 rows."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,10 +92,8 @@ def assemble(
     """
     progress("checkpoint", 0, 1)
     source = open_source(model_dir, options)
-    config, draft = source.config, None
-    if options.draft:
-        draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
-        draft = replace(draft, head=draft_head(options, draft.config.hidden_size))
+    config = source.config
+    draft = open_draft(model_dir, config, options)
     heads = locate_heads(options, config, source.checkpoint) if options.heads else None
     progress("checkpoint", 1, 1)
     if options.quantize_head and (options.on_gpu or options.tensor_parallel * options.pipeline_parallel > 1):
@@ -102,7 +105,7 @@ def assemble(
     if options.tensor_parallel * options.pipeline_parallel > 1:
         from services.worker.build.grid import assemble_grid
 
-        return assemble_grid(model_dir, source, options, progress, compile_ahead=compile_ahead)
+        return assemble_grid(model_dir, source, draft, options, progress, compile_ahead=compile_ahead)
     if not options.on_gpu:
         return _on_cpu(config, source, draft, heads, options, progress)
     compiled = kernel_cache.Marker(config, source.quantization, options)
@@ -189,6 +192,15 @@ def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
     return WeightSource(config, checkpoint, reader, settings.quantization, options.quantize_head)
 
 
+def open_draft(model_dir: Path, config: ModelConfig, options: EngineOptions) -> WeightSource | None:
+    """The source of the weights of the draft model for the model in this folder; None: there is none. Raises
+    CheckpointError."""
+    if not options.draft:
+        return None
+    draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
+    return replace(draft, head=draft_head(options, draft.config.hidden_size))
+
+
 def _threads_for(weights: int) -> int:
     """How many threads compute a model of this many bytes: products of small weights are over before a further thread
     has begun, and threads that wait for one another take processors from the other services."""
@@ -207,14 +219,14 @@ def _on_cpu(
     weights, block_bytes = source.expected_bytes(dtype, "cpu"), bytes_of_block(config, options, stored)
     if draft is not None:
         weights += draft.expected_bytes(dtype, "cpu")
-        block_bytes += bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
+        block_bytes += draft_bytes_of_block(draft, options)
     if heads is not None:
         weights += count_parameters(heads.layer) * dtype.itemsize
         block_bytes += _heads_bytes_of_block(heads, options, dtype)
     # Threads share out long sums, and the order of summation depends on their number.
     torch.set_num_threads(options.threads or options.numerics.threads or _threads_for(weights))
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
-    ops = InvariantOps() if options.deterministic else ReferenceOps()
+    ops = plain_ops(options)
     model = source.load(ops, plan.max_seq_length, options, progress)
     if measures_scales(model, stored, options):
         tokens, blocks = _calibration_size(plan.max_seq_length, options)
@@ -222,10 +234,8 @@ def _on_cpu(
         kv_calibration.measure_kv_scales(calibrated, tokens, blocks)
     guessing, context = None, 0
     if draft is not None:
-        context = min(plan.max_seq_length, draft.config.context_length)
-        small = draft.load(ops, context, draft_options(options), progress)
-        stores = stored_dtype(draft.config, draft_options(options))
-        guessing = CpuDraftModel(small, ops, plan.kv_blocks, options.block_size, stores)
+        context = draft_context(draft, plan.max_seq_length)
+        guessing = load_cpu_draft(draft, options, ops, context, plan.kv_blocks, progress)
     if heads is not None:
         context = min(plan.max_seq_length, heads.layer.context_length)
         beside = load_heads(options, heads, model, dtype, context, progress)
@@ -284,16 +294,15 @@ def _on_gpu(
     )  # fmt: skip
     guessing, context, block_bytes = None, 0, bytes_of_block(config, options, stored)
     if draft is not None:
-        context = min(max_length, draft.config.context_length)
-        stores = stored_dtype(draft.config, draft_options(options))
-        guessing = runner.use_draft(draft.load(ops, context, draft_options(options), progress), stores)
-        block_bytes += bytes_of_block(draft.config, options, stores)
+        context = draft_context(draft, max_length)
+        guessing = load_gpu_draft(draft, options, runner, ops, context, progress)
+        block_bytes += draft_bytes_of_block(draft, options)
     if heads is not None:
         context = min(max_length, heads.layer.context_length)
         guessing = runner.use_draft(load_heads(options, heads, model, dtype, context, progress), dtype)
         block_bytes += _heads_bytes_of_block(heads, options, dtype)
     progress("memory", 0, 1)
-    workspace = runner.measure_workspace() + (_DRAFT_WORKSPACE if guessing else 0)
+    workspace = runner.measure_workspace() + (DRAFT_WORKSPACE if guessing else 0)
     plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, free_gpu_bytes(), workspace)
     runner.kv.allocate(plan.kv_blocks)
     if guessing is not None:
@@ -308,6 +317,43 @@ def _on_gpu(
     parts = _parts(source, options, plan, runner, runner)
     shared = SharedGpuPool(runner.kv)
     return replace(parts, draft_context=context, guess_limit=limit, adapters=adapters, shared_memory=shared)
+
+
+def plain_ops(options: EngineOptions) -> ReferenceOps:
+    """The operations of one process on a CPU."""
+    return InvariantOps() if options.deterministic else ReferenceOps()
+
+
+def draft_context(draft: WeightSource, max_length: int) -> int:
+    """Tokens of the context of a draft model beside a model of this length."""
+    return min(max_length, draft.config.context_length)
+
+
+def draft_bytes_of_block(draft: WeightSource, options: EngineOptions) -> int:
+    """Bytes of one block's keys and values of the draft model."""
+    return bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
+
+
+def load_cpu_draft(
+    draft: WeightSource, options: EngineOptions, ops: ReferenceOps, context: int, blocks: int, progress: Progress
+) -> CpuDraftModel:
+    """The draft model of a CPU's runner. Raises CheckpointError."""
+    own = draft_options(options)
+    model = draft.load(ops, context, own, progress)
+    return CpuDraftModel(model, ops, blocks, options.block_size, stored_dtype(draft.config, own))
+
+
+def load_gpu_draft(
+    draft: WeightSource,
+    options: EngineOptions,
+    runner: "GpuRunner",
+    ops: "TritonOps",
+    context: int,
+    progress: Progress,
+) -> "GpuDraftModel":
+    """The draft model of a GPU's runner, which is to allocate its pool. Raises CheckpointError."""
+    own = draft_options(options)
+    return runner.use_draft(draft.load(ops, context, own, progress), stored_dtype(draft.config, own))
 
 
 def _parts(

@@ -24,7 +24,7 @@ from kernels.compile_cache import RecordedKernel
 from services.worker.build import assemble, memory
 from services.worker.build.assemble import WeightSource
 from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
-from services.worker.build.gpu_rank import peer_words_of, rank_ops
+from services.worker.build.gpu_rank import peer_words_of, plain_ops, rank_ops
 from services.worker.build.grid import own_part
 from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
 from services.worker.loader import presets
@@ -41,7 +41,7 @@ from services.worker.parallel.gpu_collectives import UnconnectedCollectives
 from services.worker.parallel.shards import shard_of
 from services.worker.parallel.topology import Grid
 from services.worker.runners.cuda.adapters import GpuAdapters
-from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
+from services.worker.runners.cuda.ops import TritonOps, exact_products
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import MOST_GUESSES
 
@@ -74,7 +74,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     max_length = memory.check_length(whole, options)
     source = _few_layers(folder, settings, options)
     make: Callable[..., Decoder] = Decoder
-    ops: TritonOps = InvariantTritonOps() if options.deterministic else TritonOps()
+    ops = plain_ops(options)
     if options.tensor_parallel > 1:
         source, ops, make = _of_first_rank(source, options)
     model = source.load(ops, max_length, options, lambda phase, done, total: None, make)
@@ -91,7 +91,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     runner.kv.allocate(_FEW_BLOCKS)
     runner.launch_all()
     if options.draft:
-        _launch_draft(runner, ops, locate_draft(options, folder, whole), options, max_length)
+        _launch_draft(runner, plain_ops(options), locate_draft(options, folder, whole), options, max_length)
 
 
 def _launch_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineOptions, max_length: int) -> None:

@@ -15,7 +15,17 @@ import torch
 from kernels.peers.memory import PeerMemoryError
 from kernels.peers.words import WORD
 from services.worker.build import kernel_cache, memory
-from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes, stored_dtype
+from services.worker.build.assemble import (
+    DRAFT_WORKSPACE,
+    WeightSource,
+    bytes_of_block,
+    draft_bytes_of_block,
+    draft_context,
+    dtype_of,
+    free_gpu_bytes,
+    load_gpu_draft,
+    stored_dtype,
+)
 from services.worker.errors import AnotherRankFailed, CheckpointError
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -47,10 +57,15 @@ class GpuPlace:
 
 
 def load_gpu_rank(
-    source: WeightSource, options: EngineOptions, place: GpuPlace, compiling: kernel_cache.Compiling, progress: Progress
+    source: WeightSource,
+    draft: WeightSource | None,
+    options: EngineOptions,
+    place: GpuPlace,
+    compiling: kernel_cache.Compiling,
+    progress: Progress,
 ) -> tuple[Rank, MemoryPlan]:
-    """Load the rank's part, `source`, on the current device; `compiling` fills the cache of kernels meanwhile. Raises
-    CheckpointError."""
+    """Load the rank's part, `source`, and the draft model on the current device; `compiling` fills the cache of kernels
+    meanwhile. Raises CheckpointError."""
     exact_products()
     config, max_length, rank = source.config, memory.check_length(source.config, options), place.rank
     available = free_gpu_bytes()
@@ -73,8 +88,14 @@ def load_gpu_rank(
     runner = GpuRunner(
         model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses
     )
+    guessing = None
+    if draft is not None:
+        alone, context = plain_ops(options), draft_context(draft, max_length)
+        guessing = _together(others, rank, partial(load_gpu_draft, draft, options, runner, alone, context, progress))
     progress("memory", 0, 1)
     workspace, block_bytes = runner.measure_workspace(), bytes_of_block(model.config, options, stored)
+    if draft is not None:
+        workspace, block_bytes = workspace + DRAFT_WORKSPACE, block_bytes + draft_bytes_of_block(draft, options)
 
     def plan() -> MemoryPlan:
         free = free_gpu_bytes()
@@ -83,6 +104,8 @@ def load_gpu_rank(
     planned = _together(others, rank, plan)
     blocks = others.least(planned.kv_blocks)
     runner.kv.allocate(blocks)
+    if guessing is not None:
+        guessing.allocate(blocks)
     progress("memory", 1, 1)
     runner.capture(lambda done, total: progress("graphs", done, total))
     runner.warm_up_eager_kernels()
@@ -93,8 +116,13 @@ def load_gpu_rank(
 def rank_ops(options: EngineOptions, others: GpuCollectives) -> TritonOps:
     """The operations of a rank with these options. Stages alone have no sums."""
     if others.grid.tensor == 1:
-        return InvariantTritonOps() if options.deterministic else TritonOps()
+        return plain_ops(options)
     return InvariantTritonRankOps(others) if options.deterministic else TritonRankOps(others)
+
+
+def plain_ops(options: EngineOptions) -> TritonOps:
+    """The operations of a model that one rank computes alone."""
+    return InvariantTritonOps() if options.deterministic else TritonOps()
 
 
 def peer_words_of(config: ModelConfig, options: EngineOptions, grid: Grid) -> PeerWords:

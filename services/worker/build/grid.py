@@ -22,9 +22,14 @@ from services.worker.build.assemble import (
     EngineParts,
     WeightSource,
     bytes_of_block,
+    draft_bytes_of_block,
+    draft_context,
     dtype_of,
     free_gpu_bytes,
+    load_cpu_draft,
+    open_draft,
     open_source,
+    plain_ops,
     stored_dtype,
 )
 from services.worker.errors import AnotherRankFailed, CheckpointError
@@ -79,16 +84,23 @@ def grid_of(options: EngineOptions) -> Grid:
 
 
 def assemble_grid(
-    model_dir: Path, source: WeightSource, options: EngineOptions, progress: Progress, *, compile_ahead: bool = False
+    model_dir: Path,
+    source: WeightSource,
+    draft: WeightSource | None,
+    options: EngineOptions,
+    progress: Progress,
+    *,
+    compile_ahead: bool = False,
 ) -> EngineParts:
-    """Start the ranks, load the model and connect it. compile_ahead: as in `assemble`. Raises CheckpointError."""
+    """Start the ranks, load the model and connect it. draft: that of a draft model, which every rank has whole.
+    compile_ahead: as in `assemble`. Raises CheckpointError."""
     grid, config, stored = grid_of(options), source.config, stored_dtype(source.config, options)
     if options.on_gpu and torch.cuda.device_count() < grid.ranks:
         raise CheckpointError(f"{grid} ranks need {grid.ranks} GPUs, torch sees {torch.cuda.device_count()}")
     shards = [_shard(source, grid, rank) for rank in range(grid.ranks)]
     _check_tensors(source, shards)
     sizes = [bytes_of_block(config_of(config, shard), options, stored) for shard in shards]
-    planned = None if options.on_gpu else _plan_memory(source, options, sum(sizes))
+    planned = None if options.on_gpu else _plan_memory(source, draft, options, sum(sizes))
     threads = options.threads or options.numerics.threads or max(1, torch.get_num_threads() // grid.ranks)
     gpus = _gpus(grid.ranks) if options.on_gpu else []
     cores = placement.cores_of_ranks(grid.ranks, gpus)
@@ -107,7 +119,7 @@ def assemble_grid(
             channels.append(rank_process.start(number))
             channels[-1].send(Kind.BEGIN, replace(orders, rank=number, cores=sorted(cores[number])).write())
         try:
-            own, found = load_rank(source, options, orders, progress, compiling)
+            own, found = load_rank(source, draft, options, orders, progress, compiling)
         except AnotherRankFailed:
             for number, channel in enumerate(channels, 1):
                 _ready(number, channel)
@@ -124,7 +136,8 @@ def assemble_grid(
     plan = replace(plan, weights=own.nbytes + sum(loaded), kv=sum(sizes) * (plan.kv_blocks + 1))
     numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
-    parts = EngineParts(config, source.parameters, plan, runner, layout, numerics.stored)
+    context = draft_context(draft, max_length) if draft is not None else 0
+    parts = EngineParts(config, source.parameters, plan, runner, layout, numerics.stored, context)
     if not options.on_gpu:
         return parts
     from services.worker.runners.cuda.graphs import most_guesses
@@ -150,6 +163,7 @@ def _meeting() -> str:
 
 def load_rank(
     source: WeightSource,
+    draft: WeightSource | None,
     options: EngineOptions,
     orders: Orders,
     progress: Progress,
@@ -165,7 +179,7 @@ def load_rank(
         from services.worker.build.gpu_rank import GpuPlace, load_gpu_rank
 
         place = GpuPlace(grid, orders.rank, shard, Path(orders.meeting))
-        return load_gpu_rank(own, options, place, compiling, progress)
+        return load_gpu_rank(own, draft, options, place, compiling, progress)
     others = Collectives(grid, orders.rank, Path(orders.meeting))
     ops = InvariantRankOps(others) if options.deterministic else RankOps(others)
     make: Callable[..., StageDecoder] = partial(StageDecoder, shard=shard, others=others)
@@ -175,22 +189,33 @@ def load_rank(
         expert = f" and expert {shard.experts.start}" if grid.spreads_experts else ""
         raise CheckpointError(f"rank {orders.rank}, from layer {shard.layers.start}{expert} on: {error}") from None
     stored, slots = stored_dtype(source.config, options), options.max_batch_size
-    runner = CpuRunner(model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored)
+    guessing = None
+    if draft is not None:
+        alone, context = plain_ops(options), draft_context(draft, orders.max_length)
+        guessing = load_cpu_draft(draft, options, alone, context, orders.blocks, progress)
+    runner = CpuRunner(model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored, guessing)
     return Rank(runner, model.nbytes, grid, orders.rank), None
 
 
-def _plan_memory(source: WeightSource, options: EngineOptions, block_bytes: int) -> MemoryPlan:
+def _plan_memory(
+    source: WeightSource, draft: WeightSource | None, options: EngineOptions, block_bytes: int
+) -> MemoryPlan:
     """The plan of ranks that share the memory of this machine. Raises MemoryShortage."""
-    dtype = dtype_of(options)
+    dtype, ranks = dtype_of(options), grid_of(options).ranks
     weights = source.expected_bytes(dtype, "cpu")
+    if draft is not None:
+        weights += ranks * draft.expected_bytes(dtype, "cpu")
+        block_bytes += ranks * draft_bytes_of_block(draft, options)
     available = host.available_memory()
     return memory.plan_memory(source.config, weights, dtype.itemsize, block_bytes, options, available)
 
 
-def open_own(orders: Orders) -> tuple[WeightSource, EngineOptions]:
-    """The source and the options of a rank that was started. Raises CheckpointError."""
-    options = EngineOptions.model_validate(orders.options)
-    return open_source(Path(orders.folder), options), options
+def open_own(orders: Orders) -> tuple[WeightSource, WeightSource | None, EngineOptions]:
+    """The sources of the model and of the draft model, and the options of a rank that was started. Raises
+    CheckpointError."""
+    options, folder = EngineOptions.model_validate(orders.options), Path(orders.folder)
+    source = open_source(folder, options)
+    return source, open_draft(folder, source.config, options), options
 
 
 def _shard(source: WeightSource, grid: Grid, rank: int) -> Shard:

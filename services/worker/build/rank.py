@@ -30,9 +30,9 @@ def compute(channel: Channel, receive: Receive) -> None:
     placement.pin(set(orders.cores))
     if orders.options["engine"] == "gpu":
         torch.cuda.set_device(orders.rank)
-    source, options = open_own(orders)
+    source, draft, options = open_own(orders)
     try:
-        rank, _ = load_rank(source, options, orders, lambda *_: None)
+        rank, _ = load_rank(source, draft, options, orders, lambda *_: None)
     except CheckpointError as error:
         with contextlib.suppress(ChannelClosed):  # Rank 0 may have refused it already.
             channel.send(Kind.REFUSED, str(error).encode())

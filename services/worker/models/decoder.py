@@ -158,6 +158,10 @@ class Decoder:
         if self.hidden is not None:
             self.hidden.take(layer, x, step.slot_mapping)
 
+    def agreed(self, ids: Tensor) -> Tensor:
+        """Token ids that all processes of the model agree on: here there is one."""
+        return ids
+
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [S, hidden] -> logits [S, vocabulary] in the model's dtype."""
         return self.head_logits(x, self.norm)

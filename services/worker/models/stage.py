@@ -84,6 +84,10 @@ class StageDecoder(Decoder):
         self._others.send(x)
         return x[:0], x
 
+    def agreed(self, ids: Tensor) -> Tensor:
+        """The token ids [n, m] of the stage's first rank: what each rank's draft model guesses might differ."""
+        return self._others.first(ids)
+
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [S, hidden] -> logits [S, vocabulary], the same on all ranks of the stage."""
         own = super().logits(x)

@@ -73,6 +73,13 @@ class Collectives:
             total = total + other.float()
         return total.to(x.dtype)
 
+    def first(self, ids: Tensor) -> Tensor:
+        """The first rank's ids [n, m], whole numbers below 2^24, which float32 has exactly."""
+        if self.grid.tensor == 1:
+            return ids
+        own = ids if self.tensor == 0 else torch.zeros_like(ids)
+        return self.sum(own.float()).to(ids.dtype)
+
     def take_rows(self, token_ids: Tensor, table: Tensor, first: int) -> Tensor | None:
         """The rows [T, width] for token_ids, int64 [T], of a table that ranks share: `table` [n, width] is this rank's
         part, from row `first` on. None: there is no faster way than to sum what each rank has."""

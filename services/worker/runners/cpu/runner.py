@@ -244,5 +244,6 @@ class CpuRunner:
         wanted = np.add.reduceat(own.astype(np.int64), np.cumsum(lengths) - lengths)
         asked = dict(zip(rows.slots, wanted.tolist(), strict=True))
         guesses = self.draft.guess(self._pending, asked, self._tables, self.sampler)
-        ids[own] = [token for slot in rows.slots for token in guesses.get(slot, ())]
+        guessed = torch.tensor([[token for slot in rows.slots for token in guesses.get(slot, ())]])
+        ids[own] = self.model.agreed(guessed)[0].numpy()
         return ids

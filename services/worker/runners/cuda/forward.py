@@ -111,7 +111,7 @@ class GpuForward:
         scratch = torch.empty_like(self.last_token)
         step_io.unpack(
             self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size,
-            self.own_guesses,
+            model.agreed(self.own_guesses),
         )  # fmt: skip
         step = replace(self.step_of(inputs, 0, None, Kind.GUESSES, longest), adapters=adapters)
         x, _ = model.forward(step, self._pool.layers)
