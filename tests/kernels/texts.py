@@ -189,7 +189,16 @@ def check_batches(dtype: torch.dtype, layers: int = 2, heads: int = 4, hidden: i
     check_runner(runner, CpuEncoderRunner(its, 300), 70, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
-def check_decoder_texts(dtype: torch.dtype, padded: Sequence[Sequence[int]] = BATCHES, **model: Any) -> None:
+POOLINGS = ((Pooling.LAST, 0), (Pooling.MEAN, 0), (Pooling.LAST, 64))
+"""How a decoder's hidden states become a vector, and the labels whose scores it is; 0: it is an embedding."""
+
+
+def check_decoder_texts(
+    dtype: torch.dtype,
+    padded: Sequence[Sequence[int]] = BATCHES,
+    poolings: Sequence[tuple[Pooling, int]] = POOLINGS,
+    **model: Any,
+) -> None:
     """Texts in a decoder that embeds, by the GPU's network and by the CPU's, in blocks that texts before have left.
     `model` are fields of the model's configuration."""
     config = tiny_config(**{**model, "tied_embeddings": True})
@@ -201,7 +210,8 @@ def check_decoder_texts(dtype: torch.dtype, padded: Sequence[Sequence[int]] = BA
             other.copy_(torch.randn(other.shape) * 0.15 + (name.endswith("weight") and other.ndim == 1))
             view.copy_(other)
     # With few labels a text's scores may nearly cancel out: then rounding is large beside them.
-    for pooling, labels in ((Pooling.LAST, None), (Pooling.MEAN, None), (Pooling.LAST, torch.randn(64, 48))):
+    for pooling, count in poolings:
+        labels = torch.randn(count, 48) if count else None
         network = DecoderNetwork(
             own, fast, make_layers(config, 28, 16, dtype, DEVICE), 90, 9, pooling,
             None if labels is None else labels.to(DEVICE, dtype),

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from kernels.attention.packed_texts import TileShape
+from kernels.operands import Pooling
 from tests.kernels.interpreted import FULL, HALF
 from tests.kernels.texts import (
     BATCHES,
+    POOLINGS,
     check_add_layer_norm,
     check_batches,
     check_decoder_texts,
@@ -40,9 +42,13 @@ def test_batches_of_texts_in_the_gpu_runner() -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [{"layers": 1}, {"windows": (24, None), "qk_norm": True}, {"layers": 1, **gpt2_settings(128)}],
+    ("model", "pooling"),
+    [
+        ({"layers": 1}, POOLINGS[0]),
+        ({"windows": (24, None), "qk_norm": True}, POOLINGS[1]),
+        ({"layers": 1, **gpt2_settings(128)}, POOLINGS[2]),
+    ],
     ids=["llama", "windows", "gpt2"],
 )
-def test_texts_in_a_decoder(model: dict[str, Any]) -> None:
-    check_decoder_texts(FULL, BATCHES[1:2], **model)
+def test_texts_in_a_decoder(model: dict[str, Any], pooling: tuple[Pooling, int]) -> None:
+    check_decoder_texts(FULL, BATCHES[1:2], [pooling], **model)
