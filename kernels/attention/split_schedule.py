@@ -76,6 +76,12 @@ def _find_shared_prefixes(
 
 
 @triton.jit
+def _pick(values, here):
+    """The value of one row for each line of here [n, rows], which is true for that row alone."""
+    return tl.sum(tl.where(here, values[None, :], 0), 1)
+
+
+@triton.jit
 def _cut(start, length, context, included, rows, CUT: tl.constexpr, BLOCK_V: tl.constexpr):
     """Cut the rows that are included into pieces of CUT tokens. -> for each of BLOCK_V pieces: row, first token,
     tokens (0: there is no such piece), context, and the first key that the row's tokens of this step write."""
@@ -84,12 +90,12 @@ def _cut(start, length, context, included, rows, CUT: tl.constexpr, BLOCK_V: tl.
     piece = tl.arange(0, BLOCK_V)
     row = tl.sum((after[None, :] <= piece[:, None]).to(tl.int32), 1)
     here = rows[None, :] == row[:, None]
-    before = tl.sum(tl.where(here, (after - counts)[None, :], 0), 1)
+    before = _pick(after - counts, here)
     done = (piece - before) * CUT
-    left = tl.sum(tl.where(here, length[None, :], 0), 1) - done
+    left = _pick(length, here) - done
     size = tl.where(piece < tl.sum(counts), tl.minimum(left, CUT), 0)
-    old = tl.sum(tl.where(here, (context - length)[None, :], 0), 1)
-    return row, tl.sum(tl.where(here, start[None, :], 0), 1) + done, size, old + done + size, old
+    old = _pick(context - length, here)
+    return row, _pick(start, here) + done, size, old + done + size, old
 
 
 @triton.jit(do_not_specialize=["R", "B", "window", "beyond"])
@@ -166,25 +172,25 @@ def schedule_kernel(
         share = tl.maximum(tl.cdiv(all_tiles, G), MIN_TILES)
         row = tl.sum(((end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]).to(tl.int32), 1)
     here = rows[None, :] == row[:, None]
-    row_tiles = tl.sum(tl.where(here, tiles[None, :], 0), 1)
+    row_tiles = _pick(tiles, here)
     if BY_HEAD:
-        share = tl.sum(tl.where(here, shares[None, :], 0), 1)
+        share = _pick(shares, here)
         row_tiles_end = row_tiles
-        first = row_tiles - (tl.sum(tl.where(here, last[None, :], 0), 1) - members) * share
+        first = row_tiles - (_pick(last, here) - members) * share
         stop = tl.where(row < R, first + share, 0)
     else:
-        row_tiles_end = tl.sum(tl.where(here, end[None, :], 0), 1)
+        row_tiles_end = _pick(end, here)
         first, stop = members * share, tl.minimum(members * share + share, all_tiles)
     record, known = records + members * RECORD, members < G
     tl.store(record, row, mask=known)
     tl.store(record + 1, row_tiles_end - row_tiles, mask=known)
     tl.store(record + 2, row_tiles_end, mask=known)
-    tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
-    tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
-    tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
+    tl.store(record + 3, _pick(start, here), mask=known)
+    tl.store(record + 4, _pick(length, here), mask=known)
+    tl.store(record + 5, _pick(context, here), mask=known)
     tl.store(record + 6, share, mask=known)
     tl.store(record + 7, stop, mask=known)
-    tl.store(record + 8, tl.sum(tl.where(here, shared[None, :], 0), 1), mask=known)
+    tl.store(record + 8, _pick(shared, here), mask=known)
     tl.store(record + 9, first, mask=known)
-    tl.store(record + 10, tl.sum(tl.where(here, source[None, :], 0), 1), mask=known)
-    tl.store(record + 11, tl.sum(tl.where(here, old[None, :], 0), 1), mask=known)
+    tl.store(record + 10, _pick(source, here), mask=known)
+    tl.store(record + 11, _pick(old, here), mask=known)
