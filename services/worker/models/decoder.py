@@ -152,7 +152,11 @@ class Decoder:
         if x.shape[0]:
             last.attention.add_output(x, wanted)
             last.mlp(x)
-        return x if sampled is None else x[sampled], attended
+        return x if sampled is None else self.pick(x, sampled), attended
+
+    def pick(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """The rows of the residual stream x [T, hidden] of these tokens."""
+        return x[tokens]
 
     def _show(self, layer: int, x: Tensor, step: StepTensors) -> None:
         if self.hidden is not None:

@@ -88,11 +88,7 @@ class Linear:
 
     def add_matmul(self, residual: Tensor, x: Tensor) -> None:
         """residual [T, outputs] += the product with x [T, inputs]."""
-        if self.adapters is not None and self.adapters.linear(x, self.weight, self.bias, residual) is not None:
-            return
-        self.ops.add_matmul(residual, x, self.weight, self.bias)
-        if self.adapters is not None:
-            self.adapters.add(residual, x)
+        self.ops.add_matmul(residual, x, self.weight, self.bias, self.adapters if self.adapted else None)
 
 
 class Attention:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.operands import Activation, Norm, Scores
 from kernels.quantized_weights import Weight
+from services.worker.models.lora import AdaptedProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,16 @@ class Ops(Protocol):
     def activate(self, x: Tensor, activation: Activation, /) -> Tensor:
         """The activation of x [T, m], in a form that `add_matmul` of the same implementation takes."""
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Any, bias: Tensor | None = None, /) -> None:
-        """Add x @ weight.T + bias to `residual` in place."""
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """Add x @ weight.T + bias to `residual` in place. adapters: what adds to the product; None: nothing does."""
 
     def rope_and_store(
         self,

@@ -76,6 +76,7 @@ class StageDecoder(Decoder):
                 self._others.settle()
                 attended = self._others.sum((attended.float() * 0).sum(1, keepdim=True))
             return x, attended
+        self._adapted.step = step.adapters
         x = self.embed(step)
         for layer, pool in zip(self.layers, pools, strict=True):
             layer.attention(x, step, pool)
@@ -87,6 +88,11 @@ class StageDecoder(Decoder):
     def agreed(self, ids: Tensor) -> Tensor:
         """The token ids [n, m] of the stage's first rank: what each rank's draft model guesses might differ."""
         return self._others.first(ids)
+
+    def pick(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """The rows of the residual stream x [T, hidden] of these tokens, with all sums that were begun."""
+        self._others.settle()
+        return super().pick(x, tokens)
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [S, hidden] -> logits [S, vocabulary], the same on all ranks of the stage."""

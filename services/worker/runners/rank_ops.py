@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.operands import Activation
 from kernels.quantized_cpu import Int8Product
+from services.worker.models.lora import AdaptedProduct
 from services.worker.parallel.collectives import Collectives
 from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
 
@@ -18,13 +19,24 @@ class RankOps(ReferenceOps):
     def __init__(self, others: Collectives) -> None:
         self._others = others
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Any, bias: Tensor | None = None, /) -> None:
-        """residual += the sum of all ranks' x @ weight.T, + bias, which each rank has whole."""
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """residual += the sum of all ranks' x @ weight.T and of what adapters add to it, + bias, which each rank has
+        whole."""
         if isinstance(weight, Int8Product):  # All parts of a row are rounded by one scale, as the whole row would be.
             part = weight(x, None, self._others.largest(x.float().abs().amax(1, keepdim=True)))
         else:
             part = torch.zeros_like(residual)
             super().add_matmul(part, x, weight)
+        if adapters is not None:
+            adapters.add(part, x)
         self._others.add_sum(residual, part, bias)
 
     def add_experts(

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from services.worker.runners.step import HEADER_WORDS, LAST_TOKEN, ROW_WORDS, Edit, Words, unpack
 
-_STRUCTURAL = (Edit.RELEASE, Edit.ADMIT, Edit.BLOCKS)
+_STRUCTURAL = (Edit.RELEASE, Edit.ADMIT, Edit.BLOCKS, Edit.ADAPTER)
 
 
 def without_draws(words: Words) -> Words:

@@ -12,6 +12,7 @@ from kernels.quantized_cpu import Product
 from kernels.quantized_weights import Weight
 from kernels.reference import attention as paged_attention
 from kernels.reference import layers
+from services.worker.models.lora import AdaptedProduct
 from services.worker.models.ops import RopeTables
 from services.worker.runners.cpu.experts import ExpertList
 
@@ -60,9 +61,19 @@ class ReferenceOps:
         """activation(norm(x) @ weight.T + bias)."""
         return self.activate(self.norm_matmul(x, norm, weight, bias), activation)
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor | Product, bias: Tensor | None = None, /) -> None:
-        """residual += x @ weight.T + bias."""
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: Tensor | Product,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """residual += x @ weight.T + bias, and what adapters add to the product."""
         residual.add_(self.matmul(x, weight, bias))
+        if adapters is not None:
+            adapters.add(residual, x)
 
     def rope_and_store(
         self,

@@ -12,6 +12,7 @@ from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm
 from kernels.quantized_weights import Weight
+from services.worker.models.lora import AdaptedProduct
 from services.worker.models.ops import RopeTables
 
 
@@ -53,9 +54,21 @@ class TritonOps:
             return linear.gate(x, weight, norm)
         return activate(self.norm_matmul(x, norm, weight, bias), activation)
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
-        """residual += x @ weight.T + bias."""
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: DeviceWeight,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """residual += x @ weight.T + bias, and what adapters add to the product: for few rows in one kernel."""
+        if adapters is not None and adapters.linear(x, weight, bias, residual) is not None:
+            return
         linear.linear(x, weight, bias, residual=residual, out=residual)
+        if adapters is not None:
+            adapters.add(residual, x)
 
     def rope_and_store(
         self,
@@ -152,9 +165,19 @@ class InvariantTritonOps(TritonOps):
         """activation(norm(x) @ weight.T + bias), [T, n]."""
         return activate(self.norm_matmul(x, norm, weight, bias), activation)
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
-        """residual += x @ weight.T + bias."""
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: DeviceWeight,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """residual += x @ weight.T + bias, and what adapters add to the product."""
         residual.add_(linear.invariant(x, weight, bias))
+        if adapters is not None:
+            adapters.add(residual, x)
 
     def norm_route(
         self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /

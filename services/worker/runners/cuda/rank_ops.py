@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import linear
 from kernels.linear import DeviceWeight
 from kernels.operands import Activation, Norm
+from services.worker.models.lora import AdaptedProduct
 from services.worker.models.ops import RopeTables
 from services.worker.parallel.gpu_collectives import GpuCollectives
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
@@ -25,9 +26,28 @@ class SummedOps(TritonOps):
     def __init__(self, others: GpuCollectives) -> None:
         self._others = others
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
-        """residual += the sum of all ranks' x @ weight.T, + bias, which each rank has whole."""
-        self._others.add_sum(residual, self.matmul(x, weight), bias)
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: DeviceWeight,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """residual += the sum of all ranks' x @ weight.T and of what adapters add to it, + bias, which each rank has
+        whole."""
+        self._others.add_sum(residual, self._part(x, weight, adapters), bias)
+
+    def _part(self, x: Tensor, weight: DeviceWeight, adapters: AdaptedProduct | None) -> Tensor:
+        """This rank's part of a sum: x @ weight.T, and what adapters add to it."""
+        if adapters is None:
+            return self.matmul(x, weight)
+        part = adapters.linear(x, weight, None)
+        if part is None:
+            part = self.matmul(x, weight)
+            adapters.add(part, x)
+        return part
 
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Any, activation: Activation, up: Any, down: Any, /
@@ -41,11 +61,19 @@ class SummedOps(TritonOps):
 class TritonRankOps(SummedOps):
     """The same; a sum of few rows and the norm that follows are one kernel."""
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
-        """residual += the sum of all ranks' x @ weight.T, + bias: complete when a norm of it is taken, or when the
-        collectives settle."""
-        part = linear.parts(x, weight) if self._others.adds_parts(residual) else None
-        self._others.postpone_sum(residual, self.matmul(x, weight) if part is None else part, bias)
+    def add_matmul(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        weight: DeviceWeight,
+        bias: Tensor | None = None,
+        adapters: AdaptedProduct | None = None,
+        /,
+    ) -> None:
+        """As `SummedOps.add_matmul`; complete when a norm of the residual stream is taken, or when the collectives
+        settle."""
+        part = linear.parts(x, weight) if adapters is None and self._others.adds_parts(residual) else None
+        self._others.postpone_sum(residual, self._part(x, weight, adapters) if part is None else part, bias)
 
     def normalize(self, x: Tensor, norm: Norm, /) -> Tensor:
         """The norm over the last dimension."""
