@@ -231,7 +231,6 @@ def _guess_differently(*given: Any) -> dict[int, list[int]]:
     [
         ({"speculate": "heads:x"}, "2 x pipeline 1 ranks do not support WEFT_SPECULATE=heads:x"),
         ({"speculate": "suffix", "pipeline": 2}, "2 x pipeline 2 ranks do not support WEFT_SPECULATE=suffix"),
-        ({"adapter_slots": 2}, "do not support adapters"),
         ({"kv_scales": "dynamic", "kv_dtype": "fp8"}, "do not support KV_SCALES=dynamic"),
         ({"engine": "paced"}, "do not support ENGINE=paced"),
     ],

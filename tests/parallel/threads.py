@@ -9,10 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 from services.worker.build import rank, rank_process
+from services.worker.build.choose import BuiltEngine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.channel import Channel
 from services.worker.runners.ranks import RanksRunner
-from tests.worker.drive import open_engine
+from tests.worker.drive import built
 
 
 class RankFailed(Exception):
@@ -37,13 +38,20 @@ def _lost(reason: str) -> None:
 
 
 @contextlib.contextmanager
-def grid_engine(folder: Path, tensor: int = 1, pipeline: int = 1, **options: Any) -> Iterator[GenerationEngine]:
-    """An engine on a grid of ranks."""
+def grid_built(folder: Path, tensor: int = 1, pipeline: int = 1, **options: Any) -> Iterator[BuiltEngine]:
+    """An engine on a grid of ranks, and what reads its adapters."""
     settings: dict[str, Any] = {"kv_blocks": 128, "max_batch_size": 16, "threads": 1, **options}
     with patch.object(rank_process, "start", _start), patch.object(rank_process, "end_worker", _lost):
-        engine = open_engine(folder, tensor_parallel=tensor, pipeline_parallel=pipeline, **settings)
+        made = built(folder, tensor_parallel=tensor, pipeline_parallel=pipeline, **settings)
     try:
-        yield engine
+        yield made
     finally:
-        assert isinstance(engine.runner, RanksRunner)
-        engine.runner.close()
+        assert isinstance(made.engine.runner, RanksRunner)
+        made.engine.runner.close()
+
+
+@contextlib.contextmanager
+def grid_engine(folder: Path, tensor: int = 1, pipeline: int = 1, **options: Any) -> Iterator[GenerationEngine]:
+    """An engine on a grid of ranks."""
+    with grid_built(folder, tensor, pipeline, **options) as made:
+        yield made.engine

@@ -1,27 +1,15 @@
 """From the folder of an adapter to one that the engine can serve. Knows the loader and a runner's pages, no job."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 from services.worker.errors import CheckpointError
 from services.worker.job import Adapter
-from services.worker.runners.base import AdapterPages
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from services.worker.runners.base import PreparedPages
 
 AdapterReader = Callable[[str, str], Adapter]
 """reader(name, folder) reads an adapter, in tenths of a second; any thread may call it. Raises CheckpointError."""
-
-
-class PreparedPages(AdapterPages, Protocol):
-    """Pages that make the host copies of adapters themselves."""
-
-    def prepare(self, stored: "Mapping[str, tuple[Tensor, Tensor]]", /) -> tuple[Any, int]:
-        """The host copy of an adapter, and its bytes: A and scaled B of each module of the base, by its name.
-        Any thread may call it. Raises CheckpointError."""
 
 
 def adapter_reader(pages: PreparedPages | None, most_rank: int) -> AdapterReader:

@@ -13,7 +13,6 @@ import torch
 from kernels import kv_pages
 from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
-from services.worker.build.adapters import PreparedPages
 from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
 from services.worker.build.drafting.heads import load_heads, locate_heads
 from services.worker.errors import CheckpointError
@@ -37,7 +36,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.draft_heads import HeadsConfig
 from services.worker.models.ops import Ops
 from services.worker.options import EngineOptions, MemoryPlan, Progress
-from services.worker.runners.base import Runner
+from services.worker.runners.base import PreparedPages, Runner
 from services.worker.runners.cpu.adapters import CpuAdapters
 from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.runners.cpu.heads import CpuHeads

@@ -35,6 +35,7 @@ from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.shards import Shard
 from services.worker.parallel.topology import Grid
+from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
 from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, TritonRankOps
 from services.worker.runners.cuda.runner import GpuRunner
@@ -76,18 +77,21 @@ def load_gpu_rank(
     ops = rank_ops(options, others)
     make: Callable[..., StageDecoder] = partial(StageDecoder, shard=place.shard, others=others)
 
-    def load() -> Decoder:
+    def load() -> tuple[Decoder, GpuAdapters | None]:
         with compiling as compilation:
             model = source.load(ops, max_length, options, progress, make)
             if compilation:
                 compilation.wait(progress)
-        return model
+        if not options.adapter_room:
+            return model, None
+        return model, GpuAdapters(model, options.adapter_room, options.adapter_rank, options.step_tokens)
 
-    model, stored = _together(others, rank, load), stored_dtype(config, options)
+    (model, adapters), stored = _together(others, rank, load), stored_dtype(config, options)
     guesses = MOST_GUESSES if options.speculate else 0
     runner = GpuRunner(
-        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses
-    )
+        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses,
+        adapters,
+    )  # fmt: skip
     guessing = None
     if draft is not None:
         alone, context = plain_ops(options), draft_context(draft, max_length)
@@ -110,7 +114,7 @@ def load_gpu_rank(
     runner.capture(lambda done, total: progress("graphs", done, total))
     runner.warm_up_eager_kernels()
     planned = replace(planned, kv_blocks=blocks, kv_tokens=blocks * options.block_size)
-    return Rank(runner, model.nbytes, place.grid, rank), planned
+    return Rank(runner, model.nbytes, place.grid, rank, adapters), planned
 
 
 def rank_ops(options: EngineOptions, others: GpuCollectives) -> TritonOps:

@@ -35,6 +35,7 @@ from services.worker.build.assemble import (
 from services.worker.errors import AnotherRankFailed, CheckpointError
 from services.worker.loader.formats.registry import RoundedWeights
 from services.worker.loader.sharded import sharded, unknown_tensor, whole_rows
+from services.worker.models.adapter_parts import AdapterParts
 from services.worker.models.registry import family_of
 from services.worker.models.sharding import ModulePiece, config_of, pieces_of, sizes_of
 from services.worker.models.stage import StageDecoder
@@ -44,7 +45,10 @@ from services.worker.parallel.channel import Channel, Kind
 from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.shards import Shard, shard_of
 from services.worker.parallel.topology import Grid
+from services.worker.runners.cpu.adapters import CpuAdapters
+from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.rank_adapters import RanksAdapters
 from services.worker.runners.rank_ops import InvariantRankOps, RankOps
 from services.worker.runners.ranks import Rank, RanksRunner
 from services.worker.runners.step import MOST_GUESSES
@@ -138,6 +142,9 @@ def assemble_grid(
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
     context = draft_context(draft, max_length) if draft is not None else 0
     parts = EngineParts(config, source.parameters, plan, runner, layout, numerics.stored, context)
+    if own.adapters is not None:
+        cutter = AdapterParts(config, ReferenceOps(), dtype_of(options), shards)
+        parts = replace(parts, adapters=RanksAdapters(runner, own.adapters, cutter))
     if not options.on_gpu:
         return parts
     from services.worker.runners.cuda.graphs import most_guesses
@@ -181,7 +188,7 @@ def load_rank(
         place = GpuPlace(grid, orders.rank, shard, Path(orders.meeting))
         return load_gpu_rank(own, draft, options, place, compiling, progress)
     others = Collectives(grid, orders.rank, Path(orders.meeting))
-    ops = InvariantRankOps(others) if options.deterministic else RankOps(others)
+    ops = _cpu_ops(options, others)
     make: Callable[..., StageDecoder] = partial(StageDecoder, shard=shard, others=others)
     try:
         model = own.load(ops, orders.max_length, options, progress, make)
@@ -193,8 +200,18 @@ def load_rank(
     if draft is not None:
         alone, context = plain_ops(options), draft_context(draft, orders.max_length)
         guessing = load_cpu_draft(draft, options, alone, context, orders.blocks, progress)
-    runner = CpuRunner(model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored, guessing)
-    return Rank(runner, model.nbytes, grid, orders.rank), None
+    adapters = CpuAdapters(model, ops, options.adapter_room) if options.adapter_room else None
+    runner = CpuRunner(
+        model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored, guessing, adapters
+    )
+    return Rank(runner, model.nbytes, grid, orders.rank, adapters), None
+
+
+def _cpu_ops(options: EngineOptions, others: Collectives) -> ReferenceOps:
+    """The operations of a rank with these options. Stages alone have no sums."""
+    if others.grid.tensor == 1:
+        return plain_ops(options)
+    return InvariantRankOps(others) if options.deterministic else RankOps(others)
 
 
 def _plan_memory(

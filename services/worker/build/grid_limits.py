@@ -17,7 +17,6 @@ def check_grid(options: EngineOptions) -> None:
         (options.on_gpu and options.host_kv_bytes > 0, "WEFT_HOST_KV_BYTES on GPUs"),
         (bool(options.heads), f"WEFT_SPECULATE={options.speculate}"),
         (bool(options.speculate) and options.pipeline_parallel > 1, f"WEFT_SPECULATE={options.speculate}"),
-        (bool(options.adapter_slots), "adapters (MAX_LORAS)"),
         (options.kv_scales != "checkpoint", f"KV_SCALES={options.kv_scales}"),
     ):
         if wanted:

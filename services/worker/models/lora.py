@@ -27,6 +27,8 @@ class Delta:
     """[outputs of the module, r], times the adapter's scale."""
 
 
+Matrices = Mapping[str, tuple[Tensor, Tensor]]
+"""A and scaled B of each module of an adapter, by the name of the module in a checkpoint."""
 AdapterWeights = Sequence[Sequence[Delta]]
 """For each product that may be adapted, in their order: the modules that are."""
 
@@ -92,11 +94,11 @@ class AdaptedModules(Protocol):
 
 
 def fit_adapter(
-    products: Sequence[AdaptedModules], family: Family, stored: Mapping[str, tuple[Tensor, Tensor]], dtype: torch.dtype
+    products: Sequence[AdaptedModules], family: Family, stored: Matrices, dtype: torch.dtype
 ) -> AdapterWeights:
-    """The weights of an adapter in the order of the model's products. stored: A and scaled B of each module, by the
-    name that the checkpoint gives it. Raises CheckpointError if a module or a shape is not the model's."""
-    left = {(family.tensor_name(f"{name}.weight") or name).removesuffix(".weight"): name for name in stored}
+    """The weights of an adapter in the order of the model's products. Raises CheckpointError if a module or a shape is
+    not the model's."""
+    left = {module_of(family, name): name for name in stored}
     weights = []
     for product in products:
         deltas, begin = [], 0
@@ -114,6 +116,11 @@ def fit_adapter(
     if left:
         raise CheckpointError(f"the adapter changes {min(left.values())}, which is no product of this model's layers")
     return weights
+
+
+def module_of(family: Family, name: str) -> str:
+    """The name that the family's tables give a module of a checkpoint."""
+    return (family.tensor_name(f"{name}.weight") or name).removesuffix(".weight")
 
 
 def _check(name: str, a: Tensor, b: Tensor, inputs: int, outputs: int) -> None:

@@ -36,6 +36,14 @@ class Kind(enum.IntEnum):
     """Answer: the contents of blocks, one after another."""
     WRITE = 9
     """The number of blocks, the blocks (int32) and their contents."""
+    MODULE = 10
+    """The rank's part of a module of an adapter: its matrices, behind the number of the adapter."""
+    KEEP = 11
+    """The number of an adapter whose modules have all been sent: the rank makes its host copy."""
+    LOAD = 12
+    """A slot, and the number of the adapter that is copied to it."""
+    DROP = 13
+    """The number of an adapter whose host copy is not needed any more."""
 
 
 class ChannelClosed(Exception):
@@ -43,7 +51,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end. One thread sends and one thread receives."""
+    """One end. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

@@ -4,7 +4,7 @@ Legend: R rows of a step, S of them sample, T tokens, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,14 @@ class AdapterPages(Protocol):
 
     def loaded(self, slot: int, /) -> bool:
         """Whether the copy is complete."""
+
+
+class PreparedPages(AdapterPages, Protocol):
+    """Pages that make the host copies of adapters themselves."""
+
+    def prepare(self, stored: Mapping[str, tuple[Any, Any]], /) -> tuple[Any, int]:
+        """The host copy of an adapter, and its bytes: A and scaled B of each module of the base, by its name.
+        Any thread may call it. Raises CheckpointError."""
 
 
 class TextTokens(NamedTuple):

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from services.worker.kvcache.pool import KvPool
 from services.worker.parallel.channel import Channel, ChannelClosed, Kind
 from services.worker.parallel.topology import Grid
-from services.worker.runners.base import Inspection, Masks, Runner, Sampled, StepResult
+from services.worker.runners.base import Inspection, Masks, PreparedPages, Runner, Sampled, StepResult
+from services.worker.runners.rank_adapters import HeldAdapters
 from services.worker.runners.stage_words import with_tokens, without_draws
 from services.worker.runners.step import Rows, Words, unpack
 
@@ -43,9 +44,12 @@ class GridStep:
 class Rank:
     """What every rank does with a step, on its own part of the model."""
 
-    def __init__(self, runner: Runner[Any], nbytes: int, grid: Grid, rank: int) -> None:
-        """nbytes: of its weights."""
+    def __init__(
+        self, runner: Runner[Any], nbytes: int, grid: Grid, rank: int, adapters: PreparedPages | None = None
+    ) -> None:
+        """nbytes: of its weights; adapters: of its model; None: it serves none."""
         assert runner.kv is not None
+        self.adapters = adapters
         self.runner, self.kv, self.nbytes = runner, runner.kv, nbytes
         self._draws = grid.is_last(rank)
         self._strips = not self._draws and runner.depth == 1
@@ -74,6 +78,7 @@ class Rank:
 def serve(rank: Rank, receive: Callable[[], tuple[Kind, bytes]], channel: Channel) -> None:
     """Compute what rank 0 orders. Returns when the channel ends; raises whatever a step raises."""
     kv, reporting = rank.kv, _Reports(rank, channel) if rank.reports else None
+    adapters = HeldAdapters(rank.adapters) if rank.adapters is not None else None
     step: Any = None
     while True:
         try:
@@ -91,6 +96,8 @@ def serve(rank: Rank, receive: Callable[[], tuple[Kind, bytes]], channel: Channe
         elif kind is Kind.WRITE:
             blocks, contents = _read_blocks(content)
             kv.write(blocks, [contents[at : at + kv.block_bytes] for at in range(0, len(contents), kv.block_bytes)])
+        elif adapters is not None:
+            adapters.obey(kind, content)
         if reporting is not None and (
             kind is Kind.DRAW or (kind is Kind.STEP and step is not None and not step.undrawn)
         ):
@@ -193,11 +200,17 @@ class RanksRunner:
             self.order_one(number, kind, *parts)
 
     def order_one(self, number: int, kind: Kind, *parts: bytes) -> None:
-        """Send a message through one channel. Raises RanksLost."""
+        """Send a message through one channel. Any thread may call it. Raises RanksLost."""
         try:
             self._channels[number].send(kind, *parts)
         except ChannelClosed:
             self._lose(f"rank {number + 1} is gone")
+
+    def tell(self, kind: Kind, *parts: bytes) -> None:
+        """Send the same message to all ranks that are still there. Any thread may call it."""
+        for channel in self._channels:
+            with contextlib.suppress(ChannelClosed):
+                channel.send(kind, *parts)
 
     def answers(self, kind: Kind) -> list[bytes]:
         """The next answer of this kind of each rank. Raises RanksLost."""

@@ -1,6 +1,5 @@
 """Adapters on the CPU: rows of a step grouped by adapter, one product pair for each group. Knows slots, never jobs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from services.worker.job import Adapter
 from services.worker.models.decoder import Decoder
-from services.worker.models.lora import AdapterWeights, adapter_bytes, fit_adapter
+from services.worker.models.lora import AdapterWeights, Matrices, adapter_bytes, fit_adapter
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.steps import Ints
 
@@ -45,7 +44,7 @@ class CpuAdapters:
         self._products = model.adaptable()
         self._weights: list[AdapterWeights] = [()] * (slots + 1)
 
-    def prepare(self, stored: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[AdapterWeights, int]:
+    def prepare(self, stored: Matrices) -> tuple[AdapterWeights, int]:
         """The host copy of an adapter, as `fit_adapter` makes it, and its bytes. Raises CheckpointError."""
         weights = fit_adapter(self._products, self._family, stored, self._dtype)
         return weights, adapter_bytes(weights)

@@ -6,7 +6,7 @@ sent in one copy, at an address that graphs have captured: no step waits for the
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from kernels.lora import fused
 from kernels.lora.tiles import lay_out, most_tiles, most_words, places_of
 from services.worker.job import Adapter
 from services.worker.models.decoder import Decoder, Projection
-from services.worker.models.lora import Delta, fit_adapter
+from services.worker.models.lora import Delta, Matrices, fit_adapter
 from services.worker.runners.cuda.ops import InvariantTritonOps
 from services.worker.runners.cuda.upload import STAGING_BUFFERS
 
@@ -105,8 +105,10 @@ class GpuAdapters:
         """Bytes of all slots."""
         return sum(stack.a.nbytes + stack.b.nbytes for stack in self.stacks)
 
-    def prepare(self, stored: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[HostAdapter, int]:
+    def prepare(self, stored: Matrices) -> tuple[HostAdapter, int]:
         """The host copy of an adapter in the layout of a slot, and its bytes. Raises CheckpointError."""
+        if self._stream is not None:  # A new thread has the first device as its current one.
+            torch.cuda.set_device(self._device)
         weights = fit_adapter(self._products, self._family, stored, self._dtype)
         found = [self._padded(*each) for each in zip(self.stacks, self._products, weights, strict=True)]
         changes_M = np.zeros(len(self._changes_MS), np.bool_)
@@ -151,6 +153,12 @@ class GpuAdapters:
     def loaded(self, slot: int) -> bool:
         """Whether the copy to this slot is complete."""
         return self._stream is None or bool(self._copied[slot].query())
+
+    def await_copy(self, slot: int) -> None:
+        """Let steps that are launched from now on wait for the copy to this slot. On a rank it may not be complete when
+        rank 0's is."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied[slot])
 
     def step(self, tokens: int) -> TiledAdapters:
         """The adapters of a step that is padded to `tokens` tokens, as `send` sent them last; before that of none."""

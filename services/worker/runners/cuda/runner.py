@@ -543,6 +543,8 @@ class GpuRunner:
                 self.sampler.mask(slot)
             elif edit is Edit.ADAPTER:
                 self._adapter_slots[slot] = int(data[0])
+                if self.adapters is not None:
+                    self.adapters.await_copy(int(data[0]))
             elif edit is Edit.RELEASE:
                 self.sampler.release(slot)
             else:
