@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.worker.build.adapters import AdapterReader
+from services.worker.job import Adapter
 from tests.oracle import greedy
 
 
@@ -26,6 +28,11 @@ class Recipe:
 def make_adapters(base: Path, into: Path, recipes: Mapping[str, Recipe]) -> dict[str, Path]:
     """Writes an adapter of the checkpoint `base` for each recipe. -> the folders by name."""
     return {name: _save(_with_adapter(base, recipe), into / name) for name, recipe in recipes.items()}
+
+
+def read_all(read: AdapterReader, folders: Mapping[str, Path]) -> dict[str, Adapter]:
+    """The adapters in these folders by name, as an engine reads them."""
+    return {name: read(name, str(folder)) for name, folder in folders.items()}
 
 
 def _with_adapter(base: Path, recipe: Recipe) -> Any:

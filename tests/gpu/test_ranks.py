@@ -1,4 +1,4 @@
-"""Ranks on two GPUs answer as one GPU does: families, stages, formats, large sums, bits, a rank that dies."""
+"""Ranks on two GPUs answer as one GPU does: families, stages, formats, adapters, large sums, bits."""
 
 import contextlib
 import multiprocessing
@@ -11,16 +11,20 @@ import torch
 
 from kernels.peers import sums as peer_sums
 from services.worker.build import gpu_rank
+from services.worker.build.choose import BuiltEngine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid
 from services.worker.runners.ranks import RanksRunner
 from services.worker.structured.compiler import GuidanceForms
+from tests.adapters import make_adapters, read_all
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.gpu.conftest import EngineMaker
 from tests.parallel import scenes
 from tests.served import WIDE_EXPERTS
-from tests.worker.drive import Answer, job, open_engine, prompt_of, run
+from tests.worker.drive import Answer, built, job, open_engine, prompt_of, run
+from tests.worker.test_adapters import jobs as adapted_jobs
+from tests.worker.test_adapters import recipes
 from tests.worker.test_speculation import Replay, guessing, varied_jobs
 from tests.worker.test_structured import varied_forms
 
@@ -32,15 +36,22 @@ _SEEDS = 12
 
 
 @contextlib.contextmanager
+def built_on_ranks(folder: Path, tensor: int, pipeline: int, **options: Any) -> Iterator[BuiltEngine]:
+    """An engine on a grid of processes, and what reads its adapters."""
+    settings = {"kv_blocks": 128, "max_batch_size": 16, "engine": "gpu", "dtype": "float32", **options}
+    made = built(folder, tensor_parallel=tensor, pipeline_parallel=pipeline, **settings)
+    assert isinstance(made.engine.runner, RanksRunner)
+    try:
+        yield made
+    finally:
+        made.engine.runner.close()
+
+
+@contextlib.contextmanager
 def on_ranks(folder: Path, tensor: int, pipeline: int, **options: Any) -> Iterator[GenerationEngine]:
     """An engine on a grid of processes."""
-    settings = {"kv_blocks": 128, "max_batch_size": 16, "engine": "gpu", "dtype": "float32", **options}
-    engine = open_engine(folder, tensor_parallel=tensor, pipeline_parallel=pipeline, **settings)
-    assert isinstance(engine.runner, RanksRunner)
-    try:
-        yield engine
-    finally:
-        engine.runner.close()
+    with built_on_ranks(folder, tensor, pipeline, **options) as made:
+        yield made.engine
 
 
 @pytest.mark.parametrize(
@@ -172,6 +183,67 @@ def test_rounded_weights(checkpoint: Folder, engine: EngineMaker) -> None:
     expected = run(engine("llama", quantize="int8", dtype="bfloat16"), *jobs)
     with on_ranks(checkpoint("llama"), 2, 1, quantize="int8", dtype="bfloat16") as grid:
         assert scenes.differences(expected, run(grid, *jobs), 0.05, tokens=False) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor", "pipeline", "options"),
+    [
+        ("llama", 2, 1, {"adapter_slots": 2}),
+        ("llama", 2, 1, {"adapter_slots": 1, "step_tokens": 19}),
+        ("llama", 1, 2, {"adapter_slots": 2}),
+        ("llama", 1, 2, {"adapter_slots": 1}),
+        ("phi3", 2, 1, {"adapter_slots": 2}),
+        ("gpt2", 2, 1, {"adapter_slots": 2}),
+    ],
+)
+def test_rows_of_different_adapters_are_as_on_one_gpu(
+    checkpoint: Folder, tmp_path: Path, shape: str, tensor: int, pipeline: int, options: dict[str, Any]
+) -> None:
+    """With one slot an adapter makes room for the other one while answers without any go on."""
+    folder = checkpoint(shape)
+    adapters = make_adapters(folder, tmp_path, recipes(shape))
+    settings: dict[str, Any] = {"kv_blocks": 128, "max_batch_size": 16, "engine": "gpu", "dtype": "float32"}
+    alone = built(folder, adapter_slots=2, **settings)
+    expected = run(alone.engine, *adapted_jobs(read_all(alone.read_adapter, adapters)))
+    del alone
+    with built_on_ranks(folder, tensor, pipeline, **options) as grid:
+        found = run(grid.engine, *adapted_jobs(read_all(grid.read_adapter, adapters)))
+    assert scenes.differences(expected, found, 2e-3) == []
+    assert len({tuple(found[10 * which + 2].tokens) for which in range(3)}) == 3, "the adapters change nothing"
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"deterministic": True}], ids=str)
+def test_products_with_adapters_in_16_bits(checkpoint: Folder, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Prompts are so short that the first step has the kernels of few rows."""
+    folder = checkpoint("llama")
+    paths = make_adapters(folder, tmp_path, recipes("llama"))
+    settings: dict[str, Any] = {"adapter_slots": 2, "dtype": "bfloat16", **options}
+
+    def answers(made: BuiltEngine) -> dict[int, Answer]:
+        adapters = [None, *read_all(made.read_adapter, paths).values()]
+        cases = enumerate((each, length) for each in adapters for length in (1, 4, 9))
+        return run(
+            made.engine,
+            *(job(key, prompt_of(length), max_tokens=8, logprobs=0, adapter=each) for key, (each, length) in cases),
+        )
+
+    alone = built(folder, kv_blocks=128, max_batch_size=16, engine="gpu", **settings)
+    expected = answers(alone)
+    del alone
+    with built_on_ranks(folder, 2, 1, **settings) as grid:
+        found = answers(grid)
+    assert scenes.differences(expected, found, 0.15, tokens=False) == []
+
+
+def test_a_deterministic_grid_repeats_every_bit_of_an_adapter(checkpoint: Folder, tmp_path: Path) -> None:
+    """After a restart, in other chunks and batches, in bfloat16."""
+    folder, found = checkpoint("llama"), []
+    adapters = make_adapters(folder, tmp_path, recipes("llama"))
+    for options in ({"step_tokens": 19, "adapter_slots": 1}, {"step_tokens": 512, "adapter_slots": 2}):
+        with built_on_ranks(folder, 2, 1, deterministic=True, dtype="bfloat16", **options) as grid:
+            answers = run(grid.engine, *adapted_jobs(read_all(grid.read_adapter, adapters)))
+            found.append([(answer.tokens, answer.logprobs) for answer in answers.values()])
+    assert found[0] == found[1]
 
 
 def _exchange(rank: int, meeting: str, results: Any) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.build.adapters import AdapterReader
 from services.worker.errors import CheckpointError
-from services.worker.job import Adapter
 from services.worker.runners import rank_adapters, ranks
 from services.worker.runners.base import PreparedPages
 from services.worker.runners.rank_adapters import HeldAdapters
-from tests.adapters import make_adapters
+from tests.adapters import make_adapters, read_all
 from tests.checkpoints import checkpoint
 from tests.parallel import scenes
 from tests.parallel.threads import grid_built
@@ -34,10 +32,6 @@ Folders = dict[str, dict[str, Path]]
 def folders(checkpoint: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     into = tmp_path_factory.mktemp("adapters")
     return {shape: make_adapters(checkpoint(shape), into / shape, recipes(shape)) for shape in SHAPES}
-
-
-def read_all(read: AdapterReader, folders: dict[str, Path]) -> dict[str, Adapter]:
-    return {name: read(name, str(folder)) for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize(
