@@ -79,17 +79,17 @@ def test_a_deterministic_grid_repeats_every_bit_of_an_adapter(checkpoint: Folder
 
 def test_the_least_recently_used_adapter_makes_room_on_all_ranks(checkpoint: Folder, folders: Folders) -> None:
     """Answers without an adapter go on meanwhile."""
-    prompt, plain = prompt_of(9), job(99, prompt_of(30), max_tokens=40)
+    prompt, plain = prompt_of(9), job(99, prompt_of(30), max_tokens=20)
     with grid_built(checkpoint("llama"), 2, 2, adapter_slots=2) as grid:
         adapters = read_all(grid.read_adapter, folders["llama"])
-        alone = {name: solo(grid.engine, job(0, prompt, adapter=each)).tokens for name, each in adapters.items()}
         many = [*copies(adapters["poems"], 4), adapters["code"]]
         order = [0, 4, 1, 2, 4, 3, 0]
-        found = run(grid.engine, plain, *(job(key, prompt, adapter=many[which]) for key, which in enumerate(order)))
-    assert [found[key].tokens for key in range(len(order))] == [
-        alone["code" if which == 4 else "poems"] for which in order
-    ]
-    assert len(found[99].tokens) == 40
+        ordered = [job(key, prompt, max_tokens=6, adapter=many[which]) for key, which in enumerate(order)]
+        poem, code = (solo(grid.engine, one).tokens for one in ordered[:2])
+        found = run(grid.engine, plain, *ordered)
+    assert poem != code
+    assert [found[key].tokens for key in range(len(order))] == [code if which == 4 else poem for which in order]
+    assert len(found[99].tokens) == 20
 
 
 @pytest.mark.parametrize(
