@@ -47,7 +47,7 @@ def runner_of(rank: int, meeting: str, model: str, quantize: str | None) -> GpuR
     )  # fmt: skip
     folder = presets.folder_of(MODELS[model])
     orders = Orders(rank, str(folder), {}, meeting, 0, 8192, 4, [])
-    own, _ = load_rank(open_source(folder, options), options, orders, lambda *_: None)
+    own, _ = load_rank(open_source(folder, options), None, options, orders, lambda *_: None)
     assert isinstance(own.runner, GpuRunner)
     return own.runner
 

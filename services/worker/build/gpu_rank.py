@@ -28,7 +28,6 @@ from services.worker.build.assemble import (
 )
 from services.worker.errors import AnotherRankFailed, CheckpointError
 from services.worker.models.config import ModelConfig
-from services.worker.models.decoder import Decoder
 from services.worker.models.stage import StageDecoder
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.parallel.collectives import Collectives
@@ -69,52 +68,66 @@ def load_gpu_rank(
     meanwhile. Raises CheckpointError."""
     exact_products()
     config, max_length, rank = source.config, memory.check_length(source.config, options), place.rank
-    available = free_gpu_bytes()
-    try:
-        others = GpuCollectives(place.grid, rank, place.meeting, peer_words_of(config, options, place.grid))
-    except PeerMemoryError as error:
-        raise CheckpointError(f"rank {rank}: {error}") from None
+    available, stored = free_gpu_bytes(), stored_dtype(config, options)
+    others = _meet(config, options, place)
     ops = rank_ops(options, others)
     make: Callable[..., StageDecoder] = partial(StageDecoder, shard=place.shard, others=others)
+    guesses = MOST_GUESSES if options.speculate else 0
 
-    def load() -> tuple[Decoder, GpuAdapters | None]:
+    def load() -> GpuRunner:
         with compiling as compilation:
             model = source.load(ops, max_length, options, progress, make)
             if compilation:
                 compilation.wait(progress)
-        if not options.adapter_room:
-            return model, None
-        return model, GpuAdapters(model, options.adapter_room, options.adapter_rank, options.step_tokens)
+        adapters = None
+        if options.adapter_room:
+            adapters = GpuAdapters(model, options.adapter_room, options.adapter_rank, options.step_tokens)
+        made = GpuRunner(
+            model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses,
+            adapters,
+        )  # fmt: skip
+        if draft is not None:
+            load_gpu_draft(draft, options, made, plain_ops(options), draft_context(draft, max_length), progress)
+        return made
 
-    (model, adapters), stored = _together(others, rank, load), stored_dtype(config, options)
-    guesses = MOST_GUESSES if options.speculate else 0
-    runner = GpuRunner(
-        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses,
-        adapters,
-    )  # fmt: skip
-    guessing = None
-    if draft is not None:
-        alone, context = plain_ops(options), draft_context(draft, max_length)
-        guessing = _together(others, rank, partial(load_gpu_draft, draft, options, runner, alone, context, progress))
+    runner = _together(others, rank, load)
     progress("memory", 0, 1)
-    workspace, block_bytes = runner.measure_workspace(), bytes_of_block(model.config, options, stored)
-    if draft is not None:
-        workspace, block_bytes = workspace + DRAFT_WORKSPACE, block_bytes + draft_bytes_of_block(draft, options)
-
-    def plan() -> MemoryPlan:
-        free = free_gpu_bytes()
-        return memory.plan_pool(config, model.nbytes, block_bytes, options, available, free, workspace)
-
-    planned = _together(others, rank, plan)
-    blocks = others.least(planned.kv_blocks)
+    workspace = runner.measure_workspace()  # The ranks compute a step together: one that fails here ends the grid.
+    plan = _together(others, rank, partial(_plan, runner, workspace, config, draft, options, available))
+    blocks = others.least(plan.kv_blocks)
     runner.kv.allocate(blocks)
-    if guessing is not None:
-        guessing.allocate(blocks)
+    if runner.draft is not None:
+        runner.draft.allocate(blocks)
     progress("memory", 1, 1)
     runner.capture(lambda done, total: progress("graphs", done, total))
     runner.warm_up_eager_kernels()
-    planned = replace(planned, kv_blocks=blocks, kv_tokens=blocks * options.block_size)
-    return Rank(runner, model.nbytes, place.grid, rank, adapters), planned
+    plan = replace(plan, kv_blocks=blocks, kv_tokens=blocks * options.block_size)
+    return Rank(runner, runner.model.nbytes, place.grid, rank, runner.adapters), plan
+
+
+def _meet(config: ModelConfig, options: EngineOptions, place: GpuPlace) -> GpuCollectives:
+    """The connections to the other ranks. Raises CheckpointError."""
+    try:
+        return GpuCollectives(place.grid, place.rank, place.meeting, peer_words_of(config, options, place.grid))
+    except PeerMemoryError as error:
+        raise CheckpointError(f"rank {place.rank}: {error}") from None
+
+
+def _plan(
+    runner: GpuRunner,
+    workspace: int,
+    config: ModelConfig,
+    draft: WeightSource | None,
+    options: EngineOptions,
+    available: int,
+) -> MemoryPlan:
+    """The plan of this rank's memory. config: of the whole model; available: free bytes before anything was loaded.
+    Raises CheckpointError."""
+    block_bytes = bytes_of_block(runner.model.config, options, stored_dtype(config, options))
+    if draft is not None:
+        workspace, block_bytes = workspace + DRAFT_WORKSPACE, block_bytes + draft_bytes_of_block(draft, options)
+    free = free_gpu_bytes()
+    return memory.plan_pool(config, runner.model.nbytes, block_bytes, options, available, free, workspace)
 
 
 def rank_ops(options: EngineOptions, others: GpuCollectives) -> TritonOps:

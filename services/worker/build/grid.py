@@ -46,7 +46,7 @@ from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.shards import Shard, shard_of
 from services.worker.parallel.topology import Grid
 from services.worker.runners.cpu.adapters import CpuAdapters
-from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
+from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.rank_adapters import RanksAdapters
 from services.worker.runners.rank_ops import InvariantRankOps, RankOps

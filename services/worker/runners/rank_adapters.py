@@ -1,4 +1,4 @@
-"""Adapters on a grid of ranks: rank 0 sends each rank its part of an adapter and says which slot it goes to.
+"""Adapters on a grid of ranks: rank 0 sends each rank its part of an adapter, and the slot that it goes to.
 
 Each rank has a host copy of its part of every adapter that the worker serves. The copies have numbers; they are made
 and dropped with rank 0's own one. Knows matrices and slots, never jobs.
@@ -86,10 +86,10 @@ class RanksAdapters:
 
 
 def _drop(dropped: "queue.SimpleQueue[int | None]", ranks: "RanksRunner") -> None:
-    """Tell the other ranks which copies to drop. A copy may be let go of anywhere, even while a message is sent: so a
-    thread of its own sends these."""
+    """Send the other ranks the numbers of copies that they are to drop. A copy may be let go of anywhere, even while a
+    message is sent: so a thread of its own sends these."""
     while (number := dropped.get()) is not None:
-        ranks.tell(Kind.DROP, _NUMBER.pack(number))
+        ranks.order_living(Kind.DROP, _NUMBER.pack(number))
 
 
 class HeldAdapters:

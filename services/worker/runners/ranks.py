@@ -206,7 +206,7 @@ class RanksRunner:
         except ChannelClosed:
             self._lose(f"rank {number + 1} is gone")
 
-    def tell(self, kind: Kind, *parts: bytes) -> None:
+    def order_living(self, kind: Kind, *parts: bytes) -> None:
         """Send the same message to all ranks that are still there. Any thread may call it."""
         for channel in self._channels:
             with contextlib.suppress(ChannelClosed):
