@@ -1,7 +1,7 @@
 """Decode of a batch whose rows have no adapter, one adapter, or many, mixed with rows without one: `make bench-lora`.
 
     python -m bench.engine.adapters [--model FOLDER] [--batch 64] [--adapters 32] [--rank 16] [--rounds 3]
-                                    [--contexts 32 2100]
+                                    [--contexts 32 2100] [--tensor-parallel 2]
 
 The bare engine, on a GPU with the 8B shape and random weights, else on the CPU with the demo model. Adapters change all
 products of the layers, or queries and values alone, PEFT's default for a Llama.
@@ -10,28 +10,32 @@ the clock on a GPU.
 """
 
 import argparse
+import json
 import os
 import random
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from bench import table
 from bench.table import Figure
 from services.worker.build.choose import BuiltEngine, build_engine, resolve_engine
 from services.worker.job import Adapter, Job, SamplingParams
 from services.worker.loader import presets
+from services.worker.models.decoder import Decoder
 from services.worker.options import EngineOptions
-from services.worker.runners.cpu.runner import CpuRunner
-from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.cpu.ops import ReferenceOps
+from services.worker.runners.ranks import RanksRunner
 from weft.launch.demo_model import model_folder
 
 SHAPE = "llama-3.1-8b"
@@ -55,11 +59,12 @@ class Batch:
     """The least share of the base's tokens per second; 0: it is the base."""
 
 
-def opened(model: str, batch: int, adapters: int, rank: int, context: int) -> BuiltEngine:
-    """An engine with a slot for each adapter. context: tokens of the longest prompt."""
-    length = context + _MOST
+def opened(asked: argparse.Namespace) -> BuiltEngine:
+    """An engine with a slot for each adapter."""
+    batch, model, length = asked.batch, asked.model, max(asked.contexts) + _MOST
     sizes = {"max_batch_size": batch, "max_seq_length": length, "kv_blocks": batch * (-(-length // 16) + 1)}
-    options = EngineOptions.model_validate({**sizes, "adapter_slots": adapters, "adapter_rank": rank})
+    adapted = {"adapter_slots": asked.adapters, "adapter_rank": asked.rank, "tensor_parallel": asked.tensor_parallel}
+    options = EngineOptions.model_validate({**sizes, **adapted})
     on_gpu = torch.cuda.is_available()
     folder = Path(model) if model else presets.folder_of(presets.PREFIX + SHAPE) if on_gpu else model_folder()
     return build_engine(folder, resolve_engine(options), lambda *_: None)
@@ -68,19 +73,22 @@ def opened(model: str, batch: int, adapters: int, rank: int, context: int) -> Bu
 def random_adapters(built: BuiltEngine, count: int, rank: int, modules: str = "") -> list[Adapter]:
     """Adapters of all modules whose names have this pattern, with random matrices. They share one host copy; each has
     its own slot."""
-    runner = built.engine.runner
-    assert isinstance(runner, CpuRunner | GpuRunner)
-    assert runner.adapters is not None
-    stored = {
-        module: (torch.randn(rank, product.inputs) / product.inputs**0.5, torch.randn(outputs, rank) / 100)
-        for product in runner.model.adaptable()
-        for module, outputs in zip(product.modules, product.outputs, strict=True)
-        if re.search(modules, module)
-    }
+    whole = Decoder(built.config, ReferenceOps(), torch.float32, 1, "meta", meta_linears=True)
+    stored = {}
+    for product in whole.adaptable():
+        for module, outputs in zip(product.modules, product.outputs, strict=True):
+            if re.search(modules, module):
+                name = f"base_model.model.{module}.lora_"
+                stored[f"{name}A.weight"] = torch.randn(rank, product.inputs) / product.inputs**0.5
+                stored[f"{name}B.weight"] = torch.randn(outputs, rank) / 100
     assert stored, f"no module is named {modules}"
-    weights, nbytes = runner.adapters.prepare(stored)
+    with tempfile.TemporaryDirectory(prefix="weft-adapters-") as folder:
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear", "bias": "none"}
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        save_file(stored, Path(folder) / "adapter_model.safetensors")
+        one = built.read_adapter("one", folder)
     names = [f"{modules} {place}" for place in range(count)]
-    return [Adapter(name, sha256(name.encode()).digest(), rank, nbytes, weights) for name in names]
+    return [replace(one, name=name, fingerprint=sha256(name.encode()).digest()) for name in names]
 
 
 def decode_s(built: BuiltEngine, batch: Batch, clock: Callable[[], float]) -> float:
@@ -118,7 +126,7 @@ def batches(adapters: Mapping[str, list[Adapter]], size: int, context: int) -> I
 
 def measure(asked: argparse.Namespace) -> Iterator[Figure]:
     """Tokens per second of each kind of batch, and their shares of the base's."""
-    built = opened(asked.model, asked.batch, asked.adapters, asked.rank, max(asked.contexts))
+    built = opened(asked)
     on_gpu = built.engine.options.on_gpu
     clock = time.perf_counter if on_gpu else time.process_time
     adapters = {name: random_adapters(built, asked.adapters, asked.rank, modules) for name, modules in MODULES.items()}
@@ -131,6 +139,8 @@ def measure(asked: argparse.Namespace) -> Iterator[Figure]:
             goal = f">= {kind.goal}" if on_gpu else ""
             note = f"{asked.batch / seconds:,.0f} tokens/s, {(seconds - base) * 1e3:.3f} ms a step more"
             yield Figure(kind.name, base / seconds, "x", goal, note)
+    if isinstance(built.engine.runner, RanksRunner):
+        built.engine.runner.close()
 
 
 def main() -> None:
@@ -140,6 +150,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks, on GPUs each on one")
     parser.add_argument("--rounds", type=int, default=3)
     contexts = [32, 2100] if torch.cuda.is_available() else [32]
     parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="tokens of the prompts")
