@@ -8,7 +8,8 @@ lengths of search queries: a median of 8, a few up to 40. The engines have two t
 process: with one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's
 whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
 (`onnx_server.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh has, one
-after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP.
+after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP; and calls
+of a server that does nothing (`bare_server.py`), the floor of those of gRPC.
 """
 
 import asyncio
@@ -114,10 +115,10 @@ def weft_engine(folder: Path) -> Callable[[Texts], Any]:
 
 
 @contextlib.asynccontextmanager
-async def onnx_server(file: Path) -> AsyncIterator[str]:
-    """host:port of ONNX Runtime behind a gRPC server."""
+async def child_server(module: str, *arguments: str) -> AsyncIterator[str]:
+    """host:port of a gRPC server in a process of its own."""
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "bench.mesh.onnx_server", str(file), str(THREADS))
+    command = (sys.executable, "-m", f"bench.mesh.{module}", *arguments)
     child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert child.stdout is not None, child
     try:
@@ -176,7 +177,8 @@ async def measure_queries() -> list[Figure]:
         write_export(folder, folder / "onnx", "onnx", lambda *_: None)
         engines = {"Weft": weft_engine(folder), "ONNX Runtime": encoder(str(file), THREADS)}
         mesh = await stack.enter_async_context(up({}, model=str(folder)))
-        addresses = {"Weft": mesh.gateways[0], "ONNX Runtime": await stack.enter_async_context(onnx_server(file))}
+        runtime = child_server("onnx_server", str(file), str(THREADS))
+        addresses = {"Weft": mesh.gateways[0], "ONNX Runtime": await stack.enter_async_context(runtime)}
         served: dict[str, Any] = {
             name: stubs.InferenceStub(await stack.enter_async_context(aio.insecure_channel(address)))
             for name, address in addresses.items()
@@ -210,10 +212,33 @@ async def measure_hits() -> list[Figure]:
                 async with calls_at(mesh) as call:
                     found = await hits_ms(call, queries(HITS, seed))
                 for name, calls in found.items():
-                    p50, p99 = np.percentile(calls, (50, 99))
-                    figures.append(Figure(f"{name} over {door}, p50", float(p50), "ms", note=f"{len(calls)} calls"))
-                    figures.append(Figure(f"{name} over {door}, p99", float(p99), "ms", "<= 2"))
+                    figures += _percentiles(f"{name} over {door}", calls, "<= 2")
+        figures += await measure_floor()
     return figures
+
+
+async def measure_floor() -> list[Figure]:
+    """The same calls of a server that answers at once, and of one that calls such a server: as many calls of gRPC as a
+    hit in the gateway and one in Redis take, and nothing else."""
+    figures: list[Figure] = []
+    async with child_server("bare_server") as near, child_server("bare_server", near) as behind:
+        for name, address in (("one call of gRPC", near), ("two, one behind the other", behind)):
+            async with aio.insecure_channel(address) as channel:
+                stub, calls = stubs.InferenceStub(channel), list[float]()
+                for text in queries(HITS):
+                    began = time.perf_counter()
+                    await embed(stub, text)
+                    calls.append((time.perf_counter() - began) * 1e3)
+            figures += _percentiles(f"the floor: {name}", calls)
+    return figures
+
+
+def _percentiles(name: str, calls: Sequence[float], goal: str = "") -> list[Figure]:
+    p50, p99 = np.percentile(calls, (50, 99))
+    return [
+        Figure(f"{name}, p50", float(p50), "ms", note=f"{len(calls)} calls"),
+        Figure(f"{name}, p99", float(p99), "ms", goal),
+    ]
 
 
 Call = Callable[[Sequence[int]], Awaitable[bool]]
