@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine.base import BlockLoan
 from services.worker.engine.generation import GenerationEngine
 from services.worker.engine.step_times import StepTimes
 from services.worker.job import EndReason, Job, StepOutput
@@ -341,6 +342,22 @@ def test_offers_wait_for_room_and_are_made_once(sharing: Sharing) -> None:
     answer_of(engine, key=2)
     offer_all(engine)
     assert engine.prefixes.counts.offered == 9
+
+
+def test_blocks_are_lent_before_any_is_offered(sharing: Sharing) -> None:
+    """The answer of the worker that borrows them waits for it."""
+    keys = list(filled(sharing)[0].contents)
+    engine, remote = sharing()
+    offered: list[int] = []
+
+    def lent(blocks: Sequence[int] | None) -> None:
+        assert blocks is not None
+        offered.extend(len(remote.contents) for _ in blocks)
+
+    engine.lend_blocks(BlockLoan(keys, True, lent))
+    answer_of(engine)
+    assert remote.contents
+    assert offered == [0] * (150 // BLOCK)
 
 
 def test_blocks_that_came_from_another_worker_are_not_offered(sharing: Sharing) -> None:

@@ -259,21 +259,21 @@ class GenerationEngine:
         """Publish the blocks that a step has computed, and exchange some with other tiers."""
         self.profiler.enter("publishing")
         self.planner.publish()
+        self._loans.serve()  # Before all else: another worker's answer waits for these blocks.
+        self._reads.serve()
         if self._computed:
             for sequence in self._computed:
                 self.prefixes.computed(sequence)
             self._computed.clear()
         self.prefixes.offer_some()
-        self._reads.serve()
-        self._loans.serve()
         self._publish()
         self.profiler.step_ends()
 
     def _move_blocks(self) -> bool:
         """Exchange blocks with other tiers while there are no jobs. -> whether there are more to move at once."""
         self.prefixes.settle()
-        offers, reads = self.prefixes.offer_some(), self._reads.serve()
         self._loans.serve()
+        reads, offers = self._reads.serve(), self.prefixes.offer_some()
         self._publish()
         return offers or reads
 
