@@ -158,6 +158,12 @@ def modules() -> frozenset[str]:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """What a file contains."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> frozenset[str]:
     """Dotted names that a file imports, wherever in it, and modules of the project that it names in a string."""
     return frozenset(imported(path.read_text()))
@@ -312,14 +318,14 @@ def test_imports_by_name_are_found(source: str, seen: str) -> None:
 
 
 def test_every_file_has_an_opening_docstring() -> None:
-    missing = [path for path in files(*TOP, "tests") if not ast.get_docstring(ast.parse(path.read_text()))]
+    missing = [path for path in files(*TOP, "tests") if not ast.get_docstring(parsed(path))]
     assert [str(path) for path in missing if path.name != "__init__.py"] == []
 
 
 def test_nothing_unpickles_or_runs_a_checkpoints_code() -> None:
     assert offenders(files("services", "kernels", "weft"), "pickle", "marshal", "shelve", "dill") == []
     for path in files("services", "kernels", "weft"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in {"eval", "exec", "compile", "torch.load"}, f"{path.name}: {called}"

@@ -128,6 +128,12 @@ def parse(service: str, environment: Mapping[str, str]) -> CommonSettings | None
 
 
 def _read(service: str, environment: Mapping[str, str]) -> CommonSettings:
+    return _settings(service, frozenset(environment.items()))
+
+
+@functools.cache
+def _settings(service: str, environment: frozenset[tuple[str, str]]) -> CommonSettings:
+    """The same few environments are read by each check of each manifest."""
     with mock.patch.dict(os.environ, dict(environment), clear=True):
         return SETTINGS[service]()
 

@@ -3,6 +3,7 @@
 Functions that check something yield one sentence for each problem.
 """
 
+import functools
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import kubernetes_validate
 import yaml
+from kubernetes_validate import utils
 
 from services.cache.settings import CacheSettings
 from tests.deploy import code, dockerfile
@@ -41,6 +43,10 @@ def render(folder: Path) -> list[Object]:
     assert command is not None
     text = subprocess.run([*command, str(folder)], check=True, capture_output=True, text=True, timeout=60).stdout
     return list(yaml.safe_load_all(text))
+
+
+utils.schema_contents = functools.cache(utils.schema_contents)
+"""The library reads a schema of a megabyte again for each object."""
 
 
 def schema_problems(objects: list[Object], release: str) -> list[str]:
