@@ -116,7 +116,7 @@ def weft_engine(folder: Path) -> Callable[[Texts], Any]:
 
 @contextlib.asynccontextmanager
 async def child_server(module: str, *arguments: str) -> AsyncIterator[str]:
-    """host:port of a gRPC server in a process of its own."""
+    """Starts a gRPC server in a child process -> its host:port."""
     pipe = asyncio.subprocess.PIPE
     command = (sys.executable, "-m", f"bench.mesh.{module}", *arguments)
     child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import numpy as np
-from grpc import aio
 
+from bench.mesh.child_server import serve
 from protos import inference_pb2 as api
 
 _MOST_TEXTS = 32
@@ -52,14 +51,7 @@ class Servicer:
         self._encode = encode
         self._waiting: asyncio.Queue[tuple[Sequence[int], asyncio.Future[Any]]] = asyncio.Queue()
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """The methods of the server."""
-        method = grpc.unary_unary_rpc_method_handler(
-            self._embed, api.EmbedRequest.FromString, api.EmbedResponse.SerializeToString
-        )
-        return grpc.method_handlers_generic_handler("weft.v1.Inference", {"Embed": method})
-
-    async def _embed(self, request: api.EmbedRequest, _: Any) -> api.EmbedResponse:
+    async def embed(self, request: api.EmbedRequest, _: Any) -> api.EmbedResponse:
         """The vector of one text."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((request.inputs[0].token_ids.ids, future))
@@ -81,15 +73,9 @@ class Servicer:
 async def main(file: str, threads: int) -> None:
     """Serves until the input ends."""
     servicer = Servicer(encoder(file, threads))
-    server = aio.server()
-    server.add_generic_rpc_handlers((servicer.handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     computing = asyncio.create_task(servicer.compute())
-    print(port, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    await serve(servicer.embed)
     computing.cancel()
-    await server.stop(None)
 
 
 if __name__ == "__main__":

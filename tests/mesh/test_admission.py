@@ -93,8 +93,9 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(mesh: Mesh, stub
         receipt = receipt_of(error.trailing_metadata())
         assert receipt is not None
         assert receipt.prefill_tokens == 0
-    print("refused in", *(f"{ms:.1f}" for ms in sorted(took_ms)), "ms")
-    assert min(took_ms) <= 10  # Other processes of a busy machine delay the rest.
+    took_ms.sort()
+    print(f"refused in {took_ms[4]:.1f} ms (median), {took_ms[0]:.1f} to {took_ms[-1]:.1f}")
+    assert took_ms[4] <= 10
     assert [len(answer.ids) for answer in await asyncio.gather(*waiting)] == [100] * 4
     await asyncio.sleep(0.1)
     assert await steps(mesh) - before == 400

@@ -121,7 +121,7 @@ async def test_results_are_shared_whoever_guessed(stub: Stub) -> None:
 
 async def test_a_worker_killed_amid_guesses_changes_no_token(mesh: Mesh, stub: Stub) -> None:
     await mesh.revive()
-    streams = 10
+    streams = 16
     calm = await asyncio.gather(*(generate(stub, request(i, 0, max_tokens=96)) for i in range(streams)))
     seen = [0] * streams
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_a_copy_that_rank_0_cannot_make_is_dropped_by_all(
     watched.may_copy.set()
     with grid_built(checkpoint("llama"), 2, 1) as grid:
         own = grid.engine.runner._rank.adapters  # type: ignore[attr-defined]
-        monkeypatch.setattr(own, "prepare", lambda _: exec("raise MemoryError"))
+        monkeypatch.setattr(own, "prepare", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             read_all(grid.read_adapter, folders["llama"])
         gc.collect()

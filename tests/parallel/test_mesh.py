@@ -15,7 +15,7 @@ PROMPT = prompt_of(12) * 3
 
 
 async def answer_of(stub: Stub, model: str, guesses: int) -> Answer:
-    """A greedy answer, with so many guesses of each step at most."""
+    """A greedy answer; each of its steps has at most this number of guesses."""
     request = ask(PROMPT, max_tokens=TOKENS, model=model, ignore_eos=True)
     request.cache, request.speculation = api.CACHE_POLICY_BYPASS, guesses
     return await generate(stub, request)

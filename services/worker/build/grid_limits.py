@@ -15,8 +15,10 @@ def check_grid(options: EngineOptions) -> None:
     for wanted, what in (
         (options.engine not in _ENGINES, f"ENGINE={options.engine}: they compute with plain torch or on GPUs"),
         (options.on_gpu and options.host_kv_bytes > 0, "WEFT_HOST_KV_BYTES on GPUs"),
-        (bool(options.heads), f"WEFT_SPECULATE={options.speculate}"),
-        (bool(options.speculate) and options.pipeline_parallel > 1, f"WEFT_SPECULATE={options.speculate}"),
+        (
+            bool(options.heads or (options.speculate and options.pipeline_parallel > 1)),
+            f"WEFT_SPECULATE={options.speculate}",
+        ),
         (options.kv_scales != "checkpoint", f"KV_SCALES={options.kv_scales}"),
     ):
         if wanted:

@@ -1,7 +1,7 @@
-"""What each rank of a grid has of an adapter: rows of B and columns of A, as of the weights. Knows no slot and no rank.
+"""Cuts an adapter into the parts of a grid's ranks, as the weights are cut. Knows matrices, no slot and no process.
 
-Where ranks share the outputs of a module, each has the rows of B of its own outputs. Where they share the inputs, each
-has the columns of A of its own inputs, and what its part adds is summed over the ranks with the products.
+If ranks share the outputs of a module, each rank has the rows of B for its own outputs. If they share the inputs, each
+rank has the columns of A for its own inputs; what its part adds is summed over the ranks together with the products.
 """
 
 from collections.abc import Sequence

@@ -61,8 +61,8 @@ class RanksAdapters:
         weakref.finalize(self, self._dropped.put, None).atexit = False
 
     def prepare(self, stored: Matrices) -> tuple[SharedAdapter, int]:
-        """Make the host copies of an adapter on all ranks -> rank 0's, and the bytes of its own copy and of the parts
-        that the others got. Any thread may call it. Raises CheckpointError."""
+        """Make a host copy of each rank's part of an adapter -> rank 0's copy, and the bytes of that copy and of the
+        parts that were sent to the other ranks. Any thread may call it. Raises CheckpointError."""
         own, *others = self._parts.cut(stored)
         shared = SharedAdapter(next(self._numbers))
         weakref.finalize(shared, self._dropped.put, shared.number).atexit = False

@@ -53,6 +53,8 @@ class GpuForward:
         """int64 [slots + 1]: the token that each slot drew last."""
         self.own_guesses = torch.zeros(len(tables), MOST_GUESSES, dtype=torch.int32, device=tables.device)
         """int32 [slots + 1, MOST_GUESSES]: what a draft model guesses after the slots' last tokens."""
+        self.drafts = False
+        """Whether there is a draft model, so that ranks have to agree on its guesses."""
         self._row_tables = torch.zeros_like(tables[:-1])
         self._no_guesses = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
         self.forced_acceptance: float | None = None
@@ -111,7 +113,7 @@ class GpuForward:
         scratch = torch.empty_like(self.last_token)
         step_io.unpack(
             self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size,
-            model.agreed(self.own_guesses),
+            model.agreed(self.own_guesses) if self.drafts else self.own_guesses,
         )  # fmt: skip
         step = replace(self.step_of(inputs, 0, None, Kind.GUESSES, longest), adapters=adapters)
         x, _ = model.forward(step, self._pool.layers)

@@ -150,7 +150,7 @@ class GpuRunner:
     def use_draft(self, model: Decoder, stored: torch.dtype) -> GpuDraftModel:
         """Let this model, or these draft heads, guess where a row has OWN_GUESS. To be called before anything is
         captured. The caller allocates its pool."""
-        guesses, settings = self.forward.own_guesses, self.sampler.settings
+        guesses, settings, self.forward.drafts = self.forward.own_guesses, self.sampler.settings, True
         shared = self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables, settings, guesses
         if isinstance(model, DraftHeads):
             self.draft = heads = GpuHeads(model, *shared)
