@@ -53,8 +53,8 @@ class Ports:
         self._probe = AcceptProbe()
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once the ports are to be closed."""
-        self.gate = LoadGate(settings.gateway_most_calls, lambda: backend.metrics.in_flight, self._probe.wait_s)
-        early = self._answers.early_refusal
+        early, in_flight = self._answers.early_refusal, lambda: backend.metrics.in_flight
+        self.gate = LoadGate(settings.gateway_most_calls, in_flight, self._probe.wait_s, lambda: early.refused)
         backend.metrics.load(self.gate.share_now, lambda: self.gate.refused + early.refused)
         self._http = self._http_server(scrape) if settings.gateway_http_port else None
         self.grpc: rpc.Server

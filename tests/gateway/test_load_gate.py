@@ -20,7 +20,15 @@ from protos.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_se
 from services import rpc
 from services.calls import accept_probe
 from services.calls.accept_probe import AcceptProbe
-from services.gateway.access.load_gate import BUSIEST, FEW_PER_S, LONGEST_WAIT_S, PATIENCE, AdmittedShare, LoadGate
+from services.gateway.access.load_gate import (
+    BUSIEST,
+    FEW_PER_S,
+    LONGEST_CALM_WAIT_S,
+    LONGEST_WAIT_S,
+    PATIENCE,
+    AdmittedShare,
+    LoadGate,
+)
 from services.gateway.doors.grpc_gate import RefusalGate
 from tests.gateway.fakes import FakeMesh, ask, until
 from tests.gateway.test_refusals import reason_of
@@ -101,6 +109,39 @@ def test_calls_that_are_seen_soon_are_no_overload_and_neither_are_few_late_ones(
     assert {share for share, _ in simulated_queue(350.0, taken_s=1 / 400, refused_s=1 / 1600, windows=200)} == {1.0}
     admitted = AdmittedShare()
     assert {admitted.update(0.5, FEW_PER_S, 10 * LONGEST_WAIT_S) for _ in range(200)} == {1.0}
+
+
+@pytest.mark.parametrize(("offered", "refuses"), [(0.9, False), (1.5, True), (4.0, True)])
+def test_in_calm_an_overload_is_known_by_calls_that_wait(offered: float, refuses: bool) -> None:
+    admitted, wait_s = AdmittedShare(), 0.0
+    for _ in range(40):
+        wait_s = max(0.0, wait_s + (offered - 1) * 0.05)
+        admitted.update(min(1.0, offered), MANY, wait_s, calm=True)
+    assert (admitted.share < 1.0) is refuses
+
+
+def test_in_calm_clients_that_wait_for_their_answers_are_no_overload() -> None:
+    admitted = AdmittedShare()
+    waits = {admitted.update(1.0, MANY, 0.9 * LONGEST_CALM_WAIT_S, calm=True) for _ in range(200)}
+    assert waits == {1.0}
+
+
+async def test_after_a_refusal_by_anyone_it_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def update(self: AdmittedShare, busy: float, calls_per_s: float, wait_s: float, calm: bool) -> float:
+        seen.append(calm)
+        return 1.0
+
+    monkeypatch.setattr(AdmittedShare, "update", update)
+    refused_later = 0
+    gate = LoadGate(2, lambda: 0, refused_later=lambda: refused_later)
+    watching = asyncio.create_task(gate.watch())
+    await until(lambda: gate.refusal() is None and len(seen) > 1)
+    assert set(seen) == {True}
+    refused_later = 1
+    await until(lambda: gate.refusal() is None and not seen[-1])
+    watching.cancel()
 
 
 def test_the_share_stays_while_the_wait_becomes_shorter() -> None:
