@@ -24,7 +24,7 @@ TEXTS = [
 ]
 _SHAPE = {
     "hidden_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "max_position_embeddings": CONTEXT,
@@ -37,7 +37,7 @@ _CONFIGS: Mapping[str, tuple[type[PreTrainedConfig], Mapping[str, Any]]] = {
     "xlm-roberta": (XLMRobertaConfig, _ROBERTA),
     "distilbert": (
         DistilBertConfig,
-        {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": CONTEXT,
+        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "max_position_embeddings": CONTEXT,
          "initializer_range": 0.2},
     ),
     "albert": (AlbertConfig, {**_SHAPE, "num_hidden_layers": 4, "num_hidden_groups": 2, "embedding_size": 16}),

@@ -9,16 +9,17 @@ import json
 import math
 import re
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 import weft
-from tests.deploy.code import SETTINGS, project, variables
+from tests.deploy.code import SETTINGS, variables
+from weft.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -103,19 +104,9 @@ def targets() -> set[str]:
 @functools.cache
 def helped(*command: str) -> str:
     """What `weft COMMAND... --help` prints; empty if there is no such command."""
-    scripts = project()["scripts"]
-    assert isinstance(scripts, dict)
-    module, _, function = str(scripts["weft"]).partition(":")
-    program = f"import sys; from {module} import {function} as weft; sys.argv[0] = 'weft'; weft()"
-    result = subprocess.run(
-        [sys.executable, "-c", program, *command, "--help"],
-        cwd=ROOT,
-        env={"PATH": "", "COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return result.stdout if result.returncode == 0 else ""
+    wide = {"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"}
+    result = CliRunner().invoke(app, [*command, "--help"], env=wide, prog_name="weft")
+    return result.stdout if result.exit_code == 0 else ""
 
 
 class Call(NamedTuple):

@@ -13,7 +13,7 @@ from tests.mesh.conftest import demo_model
 from tests.mesh.harness import Mesh
 from tests.page.test_playground import ANSWER, CONTRAST, WAIT_MS, opened, send, whole
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("page")]  # One browser.
 
 KEYS = {"operator": "weft-key-of-the-operator", "reader": "weft-key-of-the-reader"}
 

@@ -15,7 +15,7 @@ from playwright.async_api import Page, Request, expect
 from tests.mesh.harness import Mesh
 from tests.page.conftest import SCHEMES, Scheme, forget, look
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("page")]  # One browser.
 
 STORY = "Once upon a time there was a fox who lived in a dark wood near the old mill"
 WAIT_MS = 60_000

@@ -16,7 +16,7 @@ from tests.page.test_playground import CONTRAST
 from verify.page import page as verify_page
 from weft.cli.app import app
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("page")]  # One browser.
 
 CUT = """() => [...document.querySelectorAll('.card, .scroll, .tiles, body')]
     .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.innerText.slice(0, 60))"""
