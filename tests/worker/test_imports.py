@@ -1,6 +1,7 @@
 """A worker needs only the packages of its extra in pyproject.toml."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -29,6 +30,26 @@ def test_the_worker_imports_no_transformers_and_torch_only_with_an_engine_that_n
     paced_imports_torch, modules = json.loads(done.stdout)
     assert not paced_imports_torch, "a paced worker imports torch: its start takes seconds longer"
     assert modules > 60
+
+
+START = """
+import json, sys
+from pathlib import Path
+from services.worker.build.choose import build_engine, resolve_engine
+from services.worker.options import EngineOptions
+folder = Path("models/weft-story-2m")
+build_engine(folder, resolve_engine(EngineOptions(), folder), lambda *_: None)
+print(json.dumps([name for name in ("torch", "triton", "services.worker.build.runtimes") if name in sys.modules]))
+"""
+
+
+def test_a_start_on_a_cpu_imports_nothing_that_only_other_engines_need() -> None:
+    command = [sys.executable, "-c", START]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["torch"], "each import takes a start hundreds of milliseconds"
 
 
 def test_the_packages_of_the_tests_are_in_their_extra() -> None:

@@ -108,9 +108,11 @@ def _encoder_defaults(folder: Path | None) -> Mapping[str, object]:
 def _openvino_is_faster(folder: Path, options: EngineOptions) -> bool:
     """Whether the openvino engine is installed, honours all options, and multiplies with the weights that are asked for
     faster than torch: rounded ones, if their products' inputs may be rounded, too."""
+    if options.quantize is None or options.exact_inputs:
+        return False
     from services.worker.build import runtimes
 
-    if options.quantize not in runtimes.ROUNDED or options.exact_inputs or not runtimes.find_version("openvino"):
+    if options.quantize not in runtimes.ROUNDED or not runtimes.find_version("openvino"):
         return False
     if has_export(folder, "openvino") or runtimes.refusal(options, "openvino"):
         return False

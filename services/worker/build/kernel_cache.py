@@ -23,7 +23,6 @@ from typing import Any, Self
 import structlog
 import torch
 
-from kernels import compile_cache
 from services.worker.models.config import ModelConfig, count_embeddings, count_parameters
 from services.worker.options import EngineOptions, Progress
 
@@ -55,6 +54,8 @@ class Marker:
 
     def __init__(self, config: ModelConfig, quantization: Mapping[str, Any] | None, options: EngineOptions) -> None:
         """For this model with these options, on this machine's GPU."""
+        from kernels import compile_cache  # Imports Triton, which engines on a CPU do without.
+
         shape = dataclasses.replace(with_layers(config, layer_kinds(config)), layers=0, eos_token_ids=())
         settings = {name: value for name, value in plain_options(options).items() if name not in _WITHOUT_EFFECT}
         parts = [compile_cache.sources_digest(*_LAUNCHERS), _device(), repr(shape), repr(quantization), repr(settings)]
