@@ -54,7 +54,8 @@ class Ports:
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once the ports are to be closed."""
         early, in_flight = self._answers.early_refusal, lambda: backend.metrics.in_flight
-        self.gate = LoadGate(settings.gateway_most_calls, in_flight, self._probe.wait_s, lambda: early.refused)
+        wait_s = self._probe.wait_s if self._probe.address else None
+        self.gate = LoadGate(settings.gateway_most_calls, in_flight, wait_s, lambda: early.refused)
         backend.metrics.load(self.gate.share_now, lambda: self.gate.refused + early.refused)
         self._http = self._http_server(scrape) if settings.gateway_http_port else None
         self.grpc: rpc.Server

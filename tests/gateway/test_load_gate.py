@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -135,12 +136,20 @@ async def test_after_a_refusal_by_anyone_it_is_not_calm(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(AdmittedShare, "update", update)
     refused_later = 0
-    gate = LoadGate(2, lambda: 0, refused_later=lambda: refused_later)
+    gate = LoadGate(2, lambda: 0, lambda: 0.0, lambda: refused_later)
     watching = asyncio.create_task(gate.watch())
     await until(lambda: gate.refusal() is None and len(seen) > 1)
     assert set(seen) == {True}
     refused_later = 1
     await until(lambda: gate.refusal() is None and not seen[-1])
+    watching.cancel()
+
+
+async def test_where_waits_are_not_measured_a_busy_loop_is_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "thread_time", time.monotonic)  # The event loop computes all of the time.
+    gate = LoadGate(2, lambda: 0)
+    watching = asyncio.create_task(gate.watch())
+    await until(lambda: [gate.refusal() for _ in range(100)] != [None] * 100)
     watching.cancel()
 
 
@@ -224,6 +233,16 @@ async def test_a_burst_of_calls_ends_without_a_bare_cancellation() -> None:
         codes = {await call.code() for call in calls}
     assert codes <= {StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED}
     assert StatusCode.OK in codes
+
+
+async def test_clients_that_each_wait_for_an_answer_are_not_refused() -> None:
+    async with FakeMesh(watches_load=True) as peers:
+
+        async def client() -> set[StatusCode]:
+            return {await peers.stub.ListModels(api.ListModelsRequest()).code() for _ in range(150)}
+
+        codes = await asyncio.gather(*(client() for _ in range(12)))
+    assert set.union(*codes) == {StatusCode.OK}
 
 
 # ---- calls that wait until the server accepts them ----

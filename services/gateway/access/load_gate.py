@@ -88,12 +88,13 @@ class LoadGate:
         self,
         most_calls: int,
         running: Callable[[], int],
-        wait_s: Callable[[], float] = lambda: 0.0,
+        wait_s: Callable[[], float] | None = None,
         refused_later: Callable[[], int] = lambda: 0,
     ) -> None:
         """`most_calls` that may run at once; `running` returns those that run. `wait_s` returns how many seconds a call
-        waits until it is seen; it is asked once in each window with many calls. `refused_later` returns how many calls
-        were taken here and then refused because of the load of others."""
+        waits until it is seen; it is asked once in each window with many calls. Where that cannot be measured, it is
+        never calm. `refused_later` returns how many calls were taken here and then refused because of the load of
+        others."""
         self.refused = 0
         self._most_calls = most_calls
         self._running = running
@@ -142,7 +143,7 @@ class LoadGate:
             now, now_used = time.monotonic(), time.thread_time()
             arrived, self._arrived = self._arrived, 0
             calls_per_s += (arrived / (now - at) - calls_per_s) * min(1.0, (now - at) / _AVERAGED_S)
-            wait_s = self._wait_s() if calls_per_s > FEW_PER_S else 0.0
+            wait_s = self._wait_s() if self._wait_s and calls_per_s > FEW_PER_S else 0.0
             share = self._admitted.update((now_used - used) / (now - at), calls_per_s, wait_s, self._is_calm(now))
             if share < 0.5 and now - logged_at > _LOG_S:
                 log.warning("the gateway is overloaded", admitted=round(share, 3), refused=self.refused)
@@ -153,11 +154,11 @@ class LoadGate:
                 return logged_at
 
     def _is_calm(self, now: float) -> bool:
-        """Whether no calls were refused for a while."""
+        """Whether no calls were refused for a while, and those that wait would be noticed."""
         refused = self.refused + self._refused_later()
         if refused != self._refused_until:
             self._refused_until, self._refused_at = refused, now
-        return now - self._refused_at > _CALM_S
+        return self._wait_s is not None and now - self._refused_at > _CALM_S
 
 
 def overloaded() -> WeftError:
