@@ -235,7 +235,8 @@ async def test_a_burst_of_calls_ends_without_a_bare_cancellation() -> None:
     assert StatusCode.OK in codes
 
 
-async def test_clients_that_each_wait_for_an_answer_are_not_refused() -> None:
+async def test_clients_that_each_wait_for_an_answer_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "thread_time", time.monotonic)  # They take all of the event loop's time.
     async with FakeMesh(watches_load=True) as peers:
 
         async def client() -> set[StatusCode]:
