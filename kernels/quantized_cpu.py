@@ -1,8 +1,9 @@
 """Linear layers with quantized weights on a CPU. Knows which operation of torch serves which format, never layers.
 
 INT8 weights are multiplied in exact integer arithmetic: inputs are rounded to 8 bits if the weight asks for it, else to
-16 bits in two halves. INT4 weights use torch's packed kernel in bfloat16. Other formats (FP8, NF4, INT8 in groups, odd
-shapes) are dequantized. A row's bits do not depend on the batch.
+16 bits in two halves. Processors without an instruction for it (x86 before AVX-VNNI and AVX512-VNNI) multiply the same
+integers as floating-point numbers, in sums so short that these are exact. INT4 weights use torch's packed kernel in
+bfloat16. Other formats (FP8, NF4, INT8 in groups, odd shapes) are dequantized. A row's bits do not depend on the batch.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import quantized_weights
@@ -18,6 +20,10 @@ from kernels.reference.layers import matmul_invariant
 
 _PACK_FROM = 1 << 20
 """The fewest elements of a weight for which oneDNN's layout is faster; below, its call costs more than the product."""
+_EXACT_TERMS = 1 << 10
+"""Products of two int8 whose sum float32 holds exactly, in whatever order: 2**14 each at most, 2**24 together."""
+_TILE = 1 << 18
+"""Elements of a weight that are converted at a time: as float32 they stay in a core's cache."""
 _FINEST = 127 * 256 + 127
 _INT4_GROUPS = (256, 128, 64, 32)
 _INT4_OUTPUTS = 16
@@ -51,7 +57,8 @@ class Int8Product:
     def __init__(self, weight: Int8Weight) -> None:
         self._scale = weight.scale.view(-1)
         self._halves = not weight.dynamic_activations
-        self._packed = weight.values.numel() >= _PACK_FROM and _packed_is_exact()
+        self._in_floats = not _packed_is_exact()
+        self._packed = weight.values.numel() >= _PACK_FROM and not self._in_floats
         self._weight = weight.values.T
         if self._packed:
             self._weight = torch.ops.onednn.qlinear_prepack(weight.values, None)
@@ -63,7 +70,7 @@ class Int8Product:
         if self._halves:
             high, low, scale = _halves(x, largest)
             rows = x.shape[0]
-            if rows == 1 and not self._packed:  # two products of one row are faster than one of two rows
+            if rows == 1 and not self._packed and not self._in_floats:  # two of one row are faster than one of two
                 sums = self._sums(high).mul_(256).add_(self._sums(low))
             else:
                 both = self._sums(torch.cat((high, low)))
@@ -76,6 +83,8 @@ class Int8Product:
 
     def _sums(self, values: Tensor) -> Tensor:
         """int8 [T, K] -> float32 [T, N]: the integer product times the weight's scale."""
+        if self._in_floats:
+            return _sums_in_floats(values, self._weight.T).mul_(self._scale)
         if not self._packed:
             return torch._int_mm(values, self._weight).float().mul_(self._scale)
         return _onednn(values, self._weight, self._scale, self._no_zeros)
@@ -88,6 +97,24 @@ def _onednn(values: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) -> Ten
         shifted, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return product
+
+
+def _sums_in_floats(values: Tensor, weight: Tensor) -> Tensor:
+    """int8 [T, K], int8 [N, K] -> float32 [T, N]: the integer product, rounded once."""
+    numbers, outputs = values.float(), weight.shape[0]
+    tile = max(1, _TILE // min(values.shape[1], _EXACT_TERMS))
+    sums = numbers.new_empty(values.shape[0], outputs)
+    for first in range(0, outputs, tile):
+        sums[:, first : first + tile] = _sums_of_tile(numbers, weight[first : first + tile])
+    return sums
+
+
+def _sums_of_tile(numbers: Tensor, weight: Tensor) -> Tensor:
+    terms = [slice(first, first + _EXACT_TERMS) for first in range(0, weight.shape[1], _EXACT_TERMS)]
+    sums, *others = (F.linear(numbers[:, some], weight[:, some].float()) for some in terms)
+    if not others:
+        return sums
+    return sum((other.int() for other in others), sums.int()).float()
 
 
 @cache

@@ -90,6 +90,29 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
         assert torch.equal(prepared(x[first:last]), whole[first:last])
 
 
+@pytest.mark.parametrize("terms", [1, 1023, 1024, 1025, 3000])
+def test_floats_multiply_integers_exactly(terms: int) -> None:
+    """Also the largest sums, in all tiles of the weight."""
+    chance = torch.Generator().manual_seed(terms)
+    values, weight = (torch.randint(-128, 128, (rows, terms), generator=chance).to(torch.int8) for rows in (5, 700))
+    values[0], values[1], weight[:3], weight[-3:] = -128, 127, -128, 127
+    expected = (values.double() @ weight.double().T).float()  # Their sums are integers that a double holds.
+    assert torch.equal(quantized_cpu._sums_in_floats(values, weight), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if "8" in name and "fp8" not in name])
+def test_processors_without_an_instruction_for_int8_compute_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = WEIGHTS[name][0], numbers(17, seed=7)
+    products = []
+    for has_instruction in (True, False):
+        monkeypatch.setattr(quantized_cpu, "_packed_is_exact", lambda answer=has_instruction: answer)
+        monkeypatch.setattr(quantized_cpu, "_PACK_FROM", 1 << 40)  # Packed ones saturate without the instruction.
+        products.append(product(x, weight))
+    assert torch.equal(*products)
+
+
 def test_int8_and_int4_stay_small(case: tuple[Weight, float]) -> None:
     weight, _ = case
     prepared = quantized_cpu.prepare(weight, torch.float32)
