@@ -18,7 +18,7 @@ from triton.compiler import make_backend
 from tests.kernels.content_record import ContentRecord, key_of
 
 FOLDER = Path(__file__).with_name("compiled")
-SAMPLE = 0.02
+SAMPLE = 0.01
 """Share of the remembered compilations that a run repeats, and compares."""
 
 

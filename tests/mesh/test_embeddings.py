@@ -340,14 +340,27 @@ async def test_a_deadline_ends_a_request(stub: Stub) -> None:
 
 
 async def test_a_killed_worker_loses_no_text(mesh: Mesh, stub: Stub) -> None:
+    """It always has calls: each client asks again until the worker is gone."""
     await mesh.revive()
-    calls = [stub.Embed(embed(*[[2, 5 + place, 6 + part, 3] for part in range(12)])) for place in range(40)]
-    await asyncio.sleep(0)  # The requests are on their way.
-    await calls[0]
-    mesh.workers[0].kill()
-    assert not calls[-1].done()
-    replies = await asyncio.gather(*calls)
-    assert all(len(reply.embeddings) == 12 for reply in replies)
+    answered, killed, busy = 0, False, asyncio.Event()
+
+    async def ask_on(place: int) -> None:
+        nonlocal answered
+        last = False
+        while not last:
+            last = killed
+            reply = await stub.Embed(embed(*[[2, 5 + place, 6 + part, 3] for part in range(12)]))
+            assert len(reply.embeddings) == 12
+            answered += 1
+            if answered > 32:
+                busy.set()
+
+    async with asyncio.TaskGroup() as clients:
+        for place in range(16):
+            clients.create_task(ask_on(place))
+        await busy.wait()
+        mesh.workers[0].kill()
+        killed = True
     mesh.workers[0].start()
     await mesh.workers[0].ready()
 
