@@ -7,9 +7,9 @@ Everything runs on this machine, in rounds that alternate; the best of five coun
 lengths of search queries: a median of 8, a few up to 40. The engines have two threads each and are called in this
 process: with one text at a time, and with 32, which ONNX Runtime gets padded to one length. The servers are Weft's
 whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
-(`onnx_server.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh has, one
-after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP; and calls
-of a server that does nothing (`bare_server.py`), the floor of those of gRPC.
+(`servers/onnx_runtime.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh
+has, one after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP;
+and calls of a server that does nothing (`servers/bare.py`), the floor of those of gRPC.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from grpc import aio
 from transformers import BertConfig, BertModel
 
 from bench import table
-from bench.mesh.onnx_server import Texts, encoder
 from bench.mesh.processes import Up, up
+from bench.mesh.servers.onnx_runtime import Texts, encoder
 from bench.table import Figure
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
@@ -118,7 +118,7 @@ def weft_engine(folder: Path) -> Callable[[Texts], Any]:
 async def child_server(module: str, *arguments: str) -> AsyncIterator[str]:
     """Starts a gRPC server in a child process -> its host:port."""
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", f"bench.mesh.{module}", *arguments)
+    command = (sys.executable, "-m", f"bench.mesh.servers.{module}", *arguments)
     child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert child.stdout is not None, child
     try:
@@ -177,7 +177,7 @@ async def measure_queries() -> list[Figure]:
         write_export(folder, folder / "onnx", "onnx", lambda *_: None)
         engines = {"Weft": weft_engine(folder), "ONNX Runtime": encoder(str(file), THREADS)}
         mesh = await stack.enter_async_context(up({}, model=str(folder)))
-        runtime = child_server("onnx_server", str(file), str(THREADS))
+        runtime = child_server("onnx_runtime", str(file), str(THREADS))
         addresses = {"Weft": mesh.gateways[0], "ONNX Runtime": await stack.enter_async_context(runtime)}
         served: dict[str, Any] = {
             name: stubs.InferenceStub(await stack.enter_async_context(aio.insecure_channel(address)))
@@ -221,7 +221,7 @@ async def measure_floor() -> list[Figure]:
     """The same calls of a server that answers at once, and of one that calls such a server: as many calls of gRPC as a
     hit in the gateway and one in Redis take, and nothing else."""
     figures: list[Figure] = []
-    async with child_server("bare_server") as near, child_server("bare_server", near) as behind:
+    async with child_server("bare") as near, child_server("bare", near) as behind:
         for name, address in (("one call of gRPC", near), ("two, one behind the other", behind)):
             async with aio.insecure_channel(address) as channel:
                 stub, calls = stubs.InferenceStub(channel), list[float]()

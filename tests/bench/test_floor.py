@@ -17,7 +17,7 @@ async def test_calls_of_one_and_of_two_servers_are_timed(monkeypatch: pytest.Mon
 
 
 async def test_the_second_server_returns_the_answer_of_the_first() -> None:
-    async with embed.child_server("bare_server") as near, embed.child_server("bare_server", near) as behind:
+    async with embed.child_server("bare") as near, embed.child_server("bare", near) as behind:
         answers = []
         for address in (near, behind):
             async with aio.insecure_channel(address) as channel:

@@ -123,8 +123,8 @@ def test_in_calm_an_overload_is_known_by_calls_that_wait(offered: float, refuses
 
 def test_in_calm_clients_that_wait_for_their_answers_are_no_overload() -> None:
     admitted = AdmittedShare()
-    waits = {admitted.update(1.0, MANY, 0.9 * LONGEST_CALM_WAIT_S, calm=True) for _ in range(200)}
-    assert waits == {1.0}
+    shares = {admitted.update(1.0, MANY, 0.9 * LONGEST_CALM_WAIT_S, calm=True) for _ in range(200)}
+    assert shares == {1.0}
 
 
 async def test_after_a_refusal_by_anyone_it_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,8 @@ async def test_where_waits_are_not_measured_a_busy_loop_is_an_overload(monkeypat
     watching = asyncio.create_task(gate.watch())
     await until(lambda: [gate.refusal() for _ in range(100)] != [None] * 100)
     watching.cancel()
+    assert gate.share_now() < 1.0
+    assert gate.refused
 
 
 def test_the_share_stays_while_the_wait_becomes_shorter() -> None:

@@ -3,11 +3,11 @@
 import gc
 import weakref
 
+import uvloop  # noqa: F401
+
 from services.process import prepare_grpc
 
 prepare_grpc()  # gRPC reads its settings when it is imported.
-
-import uvloop  # noqa: E402, F401
 
 import services.cache.main  # noqa: E402
 import services.gateway.main  # noqa: E402

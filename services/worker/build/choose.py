@@ -109,7 +109,7 @@ def _openvino_is_faster(folder: Path, options: EngineOptions) -> bool:
     """Whether the openvino engine is installed, honours all options, and multiplies with the weights that are asked for
     faster than torch: rounded ones, if their products' inputs may be rounded, too."""
     if options.quantize is None or options.exact_inputs:
-        return False
+        return False  # Most starts on a CPU end here, without the import of all other runtimes.
     from services.worker.build import runtimes
 
     if options.quantize not in runtimes.ROUNDED or not runtimes.find_version("openvino"):

@@ -1,6 +1,6 @@
 """ONNX Runtime behind a plain gRPC server, as a child process of `bench.mesh.embed`: what a user would write in a day.
 
-    python -m bench.mesh.onnx_server FILE THREADS
+    python -m bench.mesh.servers.onnx_runtime FILE THREADS
 
 It answers `Embed` of weft.v1 with the mean vectors of token ids. Texts that wait while others are computed are computed
 together afterwards, padded to one length. The first line of the output is its port.
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.mesh.child_server import serve
+from bench.mesh.servers.serve import serve
 from protos import inference_pb2 as api
 
 _MOST_TEXTS = 32

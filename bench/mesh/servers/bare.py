@@ -1,6 +1,6 @@
 """A gRPC server that answers at once, or after a call of another one: the floor of `bench.mesh.embed hits`.
 
-    python -m bench.mesh.bare_server [NEXT]
+    python -m bench.mesh.servers.bare [NEXT]
 
 It answers `Embed` of weft.v1 with one constant vector of MiniLM's width. NEXT: host:port of a server that it calls, and
 whose answer it returns. The first line of the output is its port.
@@ -12,7 +12,7 @@ from typing import Any
 
 from grpc import aio
 
-from bench.mesh.child_server import serve
+from bench.mesh.servers.serve import serve
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 

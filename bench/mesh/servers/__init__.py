@@ -1,0 +1,1 @@
+"""Servers of `Embed` that are not Weft's, in child processes of `bench.mesh.embed`."""
