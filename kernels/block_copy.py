@@ -16,7 +16,7 @@ from torch import Tensor
 WORD_BYTES = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers"])  # Compiled before a start with few layers, whatever it has.
 def copy_blocks_kernel(
     pools,  # int64 [layers]: address of each layer's pool [N, words]
     staging,  # int64 [blocks, layers, words]

@@ -199,6 +199,10 @@ def launched(folder, **options):
 
 tiny = presets.folder_of("random:tiny")
 report = {"plain": launched(tiny), "int4": launched(tiny, quantize="int4")}
+few_layers = compile_kernels.layer_kinds
+compile_kernels.layer_kinds = lambda config: tuple(range(config.layers))
+report["all layers"] = launched(tiny)
+compile_kernels.layer_kinds = few_layers
 report["draft"] = launched(tiny, speculate="draft:random:tiny", draft_quantize="int4")
 torch.cuda.current_device = lambda: 0
 compile_kernels.UnconnectedCollectives = lambda grid, words, _: UnconnectedCollectives(grid, words, torch.device("cpu"))
@@ -229,9 +233,13 @@ def test_all_kernels_of_a_start_are_found_without_launching_one(
     weights: str, launches: dict[str, list[list[str]]]
 ) -> None:
     found = {name for name, _ in launches[weights]}
-    assert {"rms_norm_kernel", "shrink_kernel", "expand_kernel"} <= found, found
+    assert {"rms_norm_kernel", "shrink_kernel", "expand_kernel", "copy_blocks_kernel"} <= found, found
     assert ("packed_gemm_kernel" in found) == (weights == "int4")
     assert len(found) > 10
+
+
+def test_kernels_are_those_of_all_layers_where_few_are_recorded(launches: dict[str, list[list[str]]]) -> None:
+    assert launches["plain"] == launches["all layers"]
 
 
 def test_the_kernels_of_a_rounded_draft_are_found(launches: dict[str, list[list[str]]]) -> None:

@@ -43,6 +43,7 @@ from services.worker.parallel.topology import Grid
 from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.ops import TritonOps, exact_products
 from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.cuda.sharing import staging
 from services.worker.runners.step import MOST_GUESSES
 
 Report = Callable[[dict[str, Any]], None]
@@ -90,6 +91,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     )  # fmt: skip
     runner.kv.allocate(_FEW_BLOCKS)
     runner.launch_all()
+    staging.warm_up(runner.kv.layers)
     if options.draft:
         _launch_draft(runner, plain_ops(options), locate_draft(options, folder, whole), options, max_length)
 

@@ -34,7 +34,7 @@ class StagedPage:
 
 
 def warm_up(pools: Sequence[Tensor]) -> None:
-    """Copy the padding block there and back, so that the kernels are compiled before steps wait for them."""
+    """Copy the padding block there and back, so that the kernels are compiled before blocks wait for them."""
     addresses, padding = pool_addresses(pools), torch.zeros(1, dtype=torch.int64, device=pools[0].device)
     page = torch.empty((1, len(pools), *pools[0].shape[1:]), dtype=pools[0].dtype, device=pools[0].device)
     gather_blocks(addresses, pools[0], padding, page)
