@@ -49,12 +49,16 @@ def recording() -> Iterator[list[RecordedKernel]]:
     once to the list, slow ones first when the context ends.
 
     New tensors are filled with zeros, since no kernel fills them: whatever is an index is a valid one.
+
+    A kernel's key in the cache depends on which kernels had theirs before: of a function that both call the second one
+    counts the constants, too. Kernels get their keys here, so a process that launches them in this order finds them.
     """
-    found: dict[tuple[int, Any], RecordedKernel] = {}
+    found: dict[tuple[Any, Any], RecordedKernel] = {}
     compiling = JITFunction._do_compile
 
     def record(kernel: Any, *arguments: Any) -> None:
-        found.setdefault((id(kernel), arguments[0]), RecordedKernel(compiling, kernel, arguments))
+        # A kernel's hash is its key in the cache, which is computed here.
+        found.setdefault((kernel, arguments[0]), RecordedKernel(compiling, kernel, arguments))
 
     kernels: list[RecordedKernel] = []
     JITFunction._do_compile = record

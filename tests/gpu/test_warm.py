@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import DEMO
+from tests.checkpoints import DEMO, SMALL_DEMO
+from tests.draft_heads import make_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,12 +33,14 @@ build_engine(locate(sys.argv[1]), options, note, compile_ahead=True)
 print(json.dumps({"compiled": compiled, "phases": phases}))
 """
 SMALL = {"dtype": "bfloat16", "max_batch_size": 8, "step_tokens": 512, "kv_blocks": 512}
-CASES: tuple[dict[str, object], ...] = (
-    {},
-    {"quantize": "fp8", "kv_dtype": "fp8"},
-    {"quantize": "int4"},
-    {"deterministic": True},
-)
+CASES: dict[str, dict[str, object]] = {
+    "bfloat16": {},
+    "fp8": {"quantize": "fp8", "kv_dtype": "fp8"},
+    "int4": {"quantize": "int4"},
+    "deterministic": {"deterministic": True},
+    "ngram, adapters, host memory": {"speculate": "ngram", "adapter_slots": 2, "host_kv_bytes": 1 << 28},
+    "a rounded draft": {"speculate": f"draft:{SMALL_DEMO}", "draft_quantize": "int4"},
+}
 
 
 def start(cache: Path, **settings: object) -> tuple[list[str], list[tuple[str, int, int]]]:
@@ -51,15 +54,25 @@ def start(cache: Path, **settings: object) -> tuple[list[str], list[tuple[str, i
     return result["compiled"], [tuple(each) for each in result["phases"]]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=["bfloat16", "fp8", "int4", "deterministic"])
-def test_a_start_compiles_no_kernel_in_its_own_process(settings: dict[str, object], tmp_path: Path) -> None:
-    compiled, phases = start(tmp_path, **settings)
+def compiles_nothing(cache: Path, **settings: object) -> None:
+    """Assert that an engine's process compiles no kernel, neither with an empty cache nor after that."""
+    compiled, phases = start(cache, **settings)
     assert compiled == []
     kernels = [(done, total) for phase, done, total in phases if phase == "kernels"]
     assert kernels[-1][0] == kernels[-1][1] > 10
-    compiled, phases = start(tmp_path, **settings)
+    compiled, phases = start(cache, **settings)
     assert compiled == []
     assert "kernels" not in {phase for phase, _, _ in phases}, "the cache has every kernel"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_start_compiles_no_kernel_in_its_own_process(case: str, tmp_path: Path) -> None:
+    compiles_nothing(tmp_path, **CASES[case])
+
+
+def test_a_start_with_draft_heads_compiles_no_kernel_in_its_own_process(tmp_path: Path) -> None:
+    heads = make_heads(tmp_path / "heads", DEMO)
+    compiles_nothing(tmp_path / "cache", speculate=f"heads:{heads}")
 
 
 def test_weft_warm_compiles_before_the_start(tmp_path: Path) -> None:

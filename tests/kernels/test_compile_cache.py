@@ -99,6 +99,59 @@ def test_the_kernels_of_a_launch_are_compiled_in_other_processes(tmp_path: Path)
     assert result == {"found": result["found"], "failed": 0, "hits": result["found"], "asked": result["found"]}
 
 
+# In the first process each kernel is compiled by a process of its own, the last one launched first.
+SHARED = """
+import sys
+import torch, triton
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from kernels import compile_cache
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+CONSTANT = tl.constexpr(3)
+
+@triton.jit
+def shared(x):
+    return x + CONSTANT
+
+@triton.jit
+def first(x):
+    tl.store(x, shared(tl.load(x)))
+
+@triton.jit
+def second(x):
+    tl.store(x, 2 * shared(tl.load(x)))
+
+with compile_cache.recording() as found:
+    for kernel in (first, second):
+        kernel[(1,)](torch.ones(4))
+hits = []
+def listen(src, metadata, metadata_group, times, cache_hit): hits.append(cache_hit)
+triton.knobs.compilation.listener = listen
+if sys.argv[1:]:
+    assert compile_cache.run_jobs(found[::-1], 2, lambda done, total: None) == 0
+else:
+    for each in found:
+        each()
+    print(hits)
+"""
+
+
+def test_kernels_that_call_the_same_function_are_found_in_whatever_order_they_were_compiled(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    (tmp_path / "shared.py").write_text(SHARED)
+    command = [sys.executable, str(tmp_path / "shared.py")]
+    environment["PYTHONPATH"] = os.getcwd()
+    for arguments, said in (["compile"], ""), ([], "[True, True]\n"):
+        done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
 def test_other_kernels_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = compile_cache.sources_digest()
     assert before == compile_cache.sources_digest()

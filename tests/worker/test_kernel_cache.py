@@ -23,7 +23,8 @@ from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
 from services.worker.runners.cuda.draft_model import CATCH_UPS_AT_START
 from services.worker.runners.step import CATCH_UP_TOKENS
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO, make_checkpoint
+from tests.draft_heads import make_heads
 from tests.served import WIDE_EXPERTS
 from tests.tiny_config import tiny_config
 
@@ -189,6 +190,7 @@ from services.worker.loader import presets
 from services.worker.options import EngineOptions
 from services.worker.parallel.gpu_collectives import UnconnectedCollectives
 from services.worker.parallel.shards import shard_of
+from tests.checkpoints import DEMO
 
 small = {"max_batch_size": 4, "step_tokens": 256, "max_seq_length": 256, "dtype": "bfloat16"}
 
@@ -199,9 +201,10 @@ def launched(folder, **options):
 
 tiny = presets.folder_of("random:tiny")
 report = {"plain": launched(tiny), "int4": launched(tiny, quantize="int4")}
+report["heads"] = launched(DEMO, speculate=f"heads:{sys.argv[2]}")
 few_layers = compile_kernels.layer_kinds
 compile_kernels.layer_kinds = lambda config: tuple(range(config.layers))
-report["all layers"] = launched(tiny)
+report["plain, all layers"] = launched(tiny)
 compile_kernels.layer_kinds = few_layers
 report["draft"] = launched(tiny, speculate="draft:random:tiny", draft_quantize="int4")
 torch.cuda.current_device = lambda: 0
@@ -218,8 +221,9 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[st
     """Name and signature of each kernel that a start launches. On a CPU no kernel can be launched, so the kernels for
     any GPU are recorded only."""
     experts = make_checkpoint(tmp_path_factory.mktemp("experts"), WIDE_EXPERTS)
+    heads = make_heads(tmp_path_factory.mktemp("heads") / "heads", DEMO)
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES, str(experts)],
+        [sys.executable, "-c", LAUNCHES, str(experts), str(heads)],
         env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -239,7 +243,12 @@ def test_all_kernels_of_a_start_are_found_without_launching_one(
 
 
 def test_kernels_are_those_of_all_layers_where_few_are_recorded(launches: dict[str, list[list[str]]]) -> None:
-    assert launches["plain"] == launches["all layers"]
+    assert launches["plain"] == launches["plain, all layers"]
+
+
+def test_the_kernels_of_draft_heads_are_found(launches: dict[str, list[list[str]]]) -> None:
+    found = {name for name, _ in launches["heads"]}
+    assert {"keep_kernel", "before_kernel", "advance_kernel", "accept_kernel"} <= found, found
 
 
 def test_the_kernels_of_a_rounded_draft_are_found(launches: dict[str, list[list[str]]]) -> None:

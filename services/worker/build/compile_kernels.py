@@ -24,6 +24,7 @@ from kernels.compile_cache import RecordedKernel
 from services.worker.build import assemble, memory
 from services.worker.build.assemble import WeightSource
 from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
+from services.worker.build.drafting.heads_config import read_heads
 from services.worker.build.gpu_rank import peer_words_of, plain_ops, rank_ops
 from services.worker.build.grid import own_part
 from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
@@ -34,6 +35,7 @@ from services.worker.loader.formats.registry import StoredWeights, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
 from services.worker.models.decoder import Decoder
+from services.worker.models.draft_heads import DraftHeads
 from services.worker.models.sharding import sizes_of
 from services.worker.models.stage import StageDecoder
 from services.worker.options import EngineOptions
@@ -41,6 +43,7 @@ from services.worker.parallel.gpu_collectives import UnconnectedCollectives
 from services.worker.parallel.shards import shard_of
 from services.worker.parallel.topology import Grid
 from services.worker.runners.cuda.adapters import GpuAdapters
+from services.worker.runners.cuda.draft_model import GpuDraftModel
 from services.worker.runners.cuda.ops import TritonOps, exact_products
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.cuda.sharing import staging
@@ -90,10 +93,24 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
         adapters,
     )  # fmt: skip
     runner.kv.allocate(_FEW_BLOCKS)
+    heads = _use_heads(runner, options, max_length) if options.heads else None
     runner.launch_all()
     staging.warm_up(runner.kv.layers)
+    if heads is not None:
+        heads.launch_all()
     if options.draft:
         _launch_draft(runner, plain_ops(options), locate_draft(options, folder, whole), options, max_length)
+
+
+def _use_heads(runner: GpuRunner, options: EngineOptions, max_length: int) -> GpuDraftModel:
+    """Let draft heads with random weights read what the first layer reads, in place of layers that are left out."""
+    config = read_heads(Path(options.heads).expanduser())
+    others = (-index for index in range(1, len(config.hidden_layers)))
+    config = replace(config, hidden_layers=(0, *others))
+    dtype = assemble.dtype_of(options)
+    heads = runner.use_draft(DraftHeads(config, runner.model, dtype, max_length), dtype)
+    heads.allocate(_FEW_BLOCKS)
+    return heads
 
 
 def _launch_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineOptions, max_length: int) -> None:
