@@ -26,6 +26,7 @@ FAMILY    ?= .weft/family
 # The folder that `make certs` writes to.
 CERTS     ?= .weft/certs
 
+KERNEL_TESTS := $(patsubst %,tests/gpu/test_%.py,kernels linear adapters)
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 PROTOS   := $(wildcard protos/*.proto)
 PIP      := $(BIN)/python -m pip install -qq --no-compile
@@ -71,7 +72,7 @@ test-clients: set-up ## Unmodified clients (OpenAI's, LangChain, ...) against a 
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.
-	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_linear.py tests/gpu/test_adapters.py
+	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider $(KERNEL_TESTS)
 
 .PHONY: record-kernels
 record-kernels: set-up ## Compile every kernel for every capability, run all in Triton's interpreter, and record what passed for the tests.
@@ -82,7 +83,7 @@ bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GP
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
-	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py tests/gpu/test_handoff.py tests/gpu/test_ranks.py tests/gpu/test_experts.py
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider $(filter-out $(KERNEL_TESTS),$(wildcard tests/gpu/test_*.py))
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine.measure $(if $(FRESH),--fresh)

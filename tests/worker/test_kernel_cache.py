@@ -190,8 +190,8 @@ from services.worker.loader import presets
 from services.worker.options import EngineOptions
 from services.worker.parallel.gpu_collectives import UnconnectedCollectives
 from services.worker.parallel.shards import shard_of
-from tests.checkpoints import DEMO
 
+experts, demo, heads = map(Path, sys.argv[1:])
 small = {"max_batch_size": 4, "step_tokens": 256, "max_seq_length": 256, "dtype": "bfloat16"}
 
 def launched(folder, **options):
@@ -201,7 +201,7 @@ def launched(folder, **options):
 
 tiny = presets.folder_of("random:tiny")
 report = {"plain": launched(tiny), "int4": launched(tiny, quantize="int4")}
-report["heads"] = launched(DEMO, speculate=f"heads:{sys.argv[2]}")
+report["heads"] = launched(demo, speculate=f"heads:{heads}")
 few_layers = compile_kernels.layer_kinds
 compile_kernels.layer_kinds = lambda config: tuple(range(config.layers))
 report["plain, all layers"] = launched(tiny)
@@ -211,7 +211,7 @@ torch.cuda.current_device = lambda: 0
 compile_kernels.UnconnectedCollectives = lambda grid, words, _: UnconnectedCollectives(grid, words, torch.device("cpu"))
 for rank in range(2):
     compile_kernels.shard_of = lambda sizes, grid, _: shard_of(sizes, grid, rank)
-    report[f"rank {rank}"] = launched(Path(sys.argv[1]), tensor_parallel=2, expert_parallel=True)
+    report[f"rank {rank}"] = launched(experts, tensor_parallel=2, expert_parallel=True)
 print(json.dumps(report))
 """
 
@@ -223,7 +223,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[st
     experts = make_checkpoint(tmp_path_factory.mktemp("experts"), WIDE_EXPERTS)
     heads = make_heads(tmp_path_factory.mktemp("heads") / "heads", DEMO)
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES, str(experts), str(heads)],
+        [sys.executable, "-c", LAUNCHES, str(experts), str(DEMO), str(heads)],
         env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
