@@ -21,6 +21,8 @@ LONGEST = (
     "tests/compress",
     "tests/mesh",
     "tests/page",
+    "tests/faults",
+    "tests/security",
     "tests/worker/test_formats.py",
     "tests/worker/test_oracle.py",
     "tests/worker",

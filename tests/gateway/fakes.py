@@ -180,6 +180,7 @@ class Running:
     """A job at a fake worker."""
 
     job: mesh_pb2.Job
+    tokens: Sequence[int]
     position: int
     subscribers: list[tuple[Any, int]]
     began: float = field(default_factory=time.monotonic)
@@ -242,7 +243,7 @@ class FakeWorker(WorkerServicer):
                 job = request.job
                 self.jobs.append(job)
                 position = len(job.token_ids) - job.prompt_len
-                self.running[job.job_id] = Running(job, position, [(unsent, job.stream_id)])
+                self.running[job.job_id] = Running(job, self.script(job), position, [(unsent, job.stream_id)])
             elif kind == "attach":
                 self._attach(request.attach, unsent)
             elif kind == "confirm":
@@ -260,7 +261,7 @@ class FakeWorker(WorkerServicer):
             end = mesh_pb2.JobEnd(stream_id=attach.stream_id, reason=api.FINISH_REASON_ERROR, failure=gone)
             unsent.put(mesh_pb2.RunResponse(ends=[end]))
             return
-        tokens = list(self.script(running.job))[attach.position : running.position]
+        tokens = list(running.tokens)[attach.position : running.position]
         positions = range(attach.position, running.position)
         if tokens:
             stream_ids = [attach.stream_id] * len(tokens)
@@ -293,7 +294,7 @@ class FakeWorker(WorkerServicer):
             return
         if not running.first and time.monotonic() < running.began + self.first_step_s:
             return
-        tokens, job = self.script(running.job), running.job
+        tokens, job = running.tokens, running.job
         ends = running.position >= min(len(tokens), job.sampling.max_tokens)
         fails = self.fail_at is not None and running.position >= self.fail_at[0]
         running.first = running.first or time.monotonic()

@@ -1,5 +1,7 @@
 """Engines that the worker's tests share."""
 
+import io
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,18 @@ def _one_thread() -> Iterator[None]:
     transformers.logging.disable_progress_bar()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What the test's process logs, from INFO on."""
+    root, text = logging.getLogger(), io.StringIO()
+    handler, level = logging.StreamHandler(text), root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield text
+    root.setLevel(level)
+    root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

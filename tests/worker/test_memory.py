@@ -1,5 +1,6 @@
 """The memory estimate: sizes of weights and KV pool, and advice if they do not fit."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,6 @@ def test_a_worker_that_does_not_fit_fails_before_it_reads_weights(checkpoint: Ca
     assert "weights" not in phases
 
 
-def test_the_log_has_size_and_concurrency(checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        open_engine(checkpoint("llama"), kv_blocks=64)
-    assert "1024 tokens, 2.0 sequences of 512" in caplog.text
+def test_the_log_has_size_and_concurrency(checkpoint: Callable[[str], Path], logged: io.StringIO) -> None:
+    open_engine(checkpoint("llama"), kv_blocks=64)
+    assert "1024 tokens, 2.0 sequences of 512" in logged.getvalue()

@@ -1,5 +1,6 @@
 """Encoders that another runtime computes: vectors as by the torch engine, and refusals by name."""
 
+import io
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -267,11 +268,11 @@ def test_an_export_that_is_not_faster_or_not_asked_for_is_not_used(
 
 @pytest.mark.parametrize("damage", ["other weights", "no encoder"])
 def test_an_export_of_something_else_is_not_used(
-    tmp_path: Path, timed: Callable[[float], None], caplog: pytest.LogCaptureFixture, damage: str
+    tmp_path: Path, timed: Callable[[float], None], logged: io.StringIO, damage: str
 ) -> None:
     timed(2.0)
     folder = make_encoder(tmp_path)
     outputs = STATES if damage == "other weights" else {"sentence_embedding": [1, 1, 32]}
     onnx.save(graph({"input_ids": ANY}, outputs), folder / "model.onnx")
     assert build(folder, "auto").computed_by == "torch"
-    assert "the export beside the weights is not used" in caplog.text
+    assert "the export beside the weights is not used" in logged.getvalue()
