@@ -213,6 +213,11 @@ class FakeWorker(WorkerServicer):
         self.hold_bundle = asyncio.Event()
         self.hold_bundle.set()
 
+    @property
+    def cancelled_all(self) -> bool:
+        """Whether all jobs were cancelled: usually one, on a busy machine an early attempt that expired before it."""
+        return bool(self.jobs) and {job.stream_id for job in self.jobs} == {each.stream_id for each in self.cancelled}
+
     async def FetchBundle(
         self, request: mesh_pb2.FetchBundleRequest, context: Context
     ) -> AsyncIterator[mesh_pb2.FetchBundleResponse]:
