@@ -54,25 +54,22 @@ def start(cache: Path, **settings: object) -> tuple[list[str], list[tuple[str, i
     return result["compiled"], [tuple(each) for each in result["phases"]]
 
 
-def compiles_nothing(cache: Path, **settings: object) -> None:
-    """Assert that an engine's process compiles no kernel, neither with an empty cache nor after that."""
-    compiled, phases = start(cache, **settings)
+@pytest.fixture(params=[*CASES, "draft heads"])
+def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """The engine's options beside SMALL."""
+    if request.param in CASES:
+        return CASES[request.param]
+    return {"speculate": f"heads:{make_heads(tmp_path_factory.mktemp('trained') / 'heads', DEMO)}"}
+
+
+def test_a_start_compiles_no_kernel_in_its_own_process(settings: dict[str, object], tmp_path: Path) -> None:
+    compiled, phases = start(tmp_path, **settings)
     assert compiled == []
     kernels = [(done, total) for phase, done, total in phases if phase == "kernels"]
     assert kernels[-1][0] == kernels[-1][1] > 10
-    compiled, phases = start(cache, **settings)
+    compiled, phases = start(tmp_path, **settings)
     assert compiled == []
     assert "kernels" not in {phase for phase, _, _ in phases}, "the cache has every kernel"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_start_compiles_no_kernel_in_its_own_process(case: str, tmp_path: Path) -> None:
-    compiles_nothing(tmp_path, **CASES[case])
-
-
-def test_a_start_with_draft_heads_compiles_no_kernel_in_its_own_process(tmp_path: Path) -> None:
-    heads = make_heads(tmp_path / "heads", DEMO)
-    compiles_nothing(tmp_path / "cache", speculate=f"heads:{heads}")
 
 
 def test_weft_warm_compiles_before_the_start(tmp_path: Path) -> None:

@@ -60,19 +60,13 @@ def test_no_jobs() -> None:
     assert run_jobs([], 4, lambda done, total: None) == 0
 
 
-# A driver that reports the kind of GPU, which is all that a launch reads from it before it compiles.
 RECORDS = """
 import json, sys
 import torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-triton.runtime.driver.set_active(Driver())
 from kernels import activation, compile_cache, norm
+from tests.kernels import reported_gpu
+
+reported_gpu.use()
 with compile_cache.recording() as found:
     for rows in (1, 4, 4):
         x = torch.empty(rows, 64, dtype=torch.bfloat16)
@@ -99,20 +93,15 @@ def test_the_kernels_of_a_launch_are_compiled_in_other_processes(tmp_path: Path)
     assert result == {"found": result["found"], "failed": 0, "hits": result["found"], "asked": result["found"]}
 
 
-# In the first process each kernel is compiled by a process of its own, the last one launched first.
+# Two kernels that call one function. With an argument: they are compiled in two processes, the second kernel first.
 SHARED = """
 import sys
 import torch, triton
 from triton import language as tl
-from triton.backends.compiler import GPUTarget
 from kernels import compile_cache
+from tests.kernels import reported_gpu
 
-class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-triton.runtime.driver.set_active(Driver())
+reported_gpu.use()
 CONSTANT = tl.constexpr(3)
 
 @triton.jit

@@ -170,20 +170,14 @@ def test_an_unwritable_cache_is_no_error(cache: Path) -> None:
     assert not marker.is_set()
 
 
-# A driver that reports a Hopper, which is all that a launch reads from it before it compiles. Of a grid, the kernels of
-# each of two ranks are recorded as if it were the first.
+# Of a grid, the kernels of each of two ranks are recorded as if it were the first.
 LAUNCHES = """
 import json, sys
 import torch, triton
 from pathlib import Path
-from triton.backends.compiler import GPUTarget
+from tests.kernels import reported_gpu
 
-class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-triton.runtime.driver.set_active(Driver())
+reported_gpu.use()
 from kernels import compile_cache
 from services.worker.build import compile_kernels
 from services.worker.loader import presets

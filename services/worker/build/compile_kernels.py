@@ -43,7 +43,6 @@ from services.worker.parallel.gpu_collectives import UnconnectedCollectives
 from services.worker.parallel.shards import shard_of
 from services.worker.parallel.topology import Grid
 from services.worker.runners.cuda.adapters import GpuAdapters
-from services.worker.runners.cuda.draft_model import GpuDraftModel
 from services.worker.runners.cuda.ops import TritonOps, exact_products
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.cuda.sharing import staging
@@ -93,36 +92,31 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
         adapters,
     )  # fmt: skip
     runner.kv.allocate(_FEW_BLOCKS)
-    heads = _use_heads(runner, options, max_length) if options.heads else None
+    if options.heads:
+        _use_heads(runner, options, max_length)
+    if options.draft:
+        _use_draft(runner, plain_ops(options), locate_draft(options, folder, whole), options, max_length)
     runner.launch_all()
     staging.warm_up(runner.kv.layers)
-    if heads is not None:
-        heads.launch_all()
-    if options.draft:
-        _launch_draft(runner, plain_ops(options), locate_draft(options, folder, whole), options, max_length)
 
 
-def _use_heads(runner: GpuRunner, options: EngineOptions, max_length: int) -> GpuDraftModel:
-    """Let draft heads with random weights read what the first layer reads, in place of layers that are left out."""
+def _use_heads(runner: GpuRunner, options: EngineOptions, max_length: int) -> None:
+    """Let draft heads with random weights guess. They read the residual stream before the first layer, whatever they
+    were trained to read: most layers are left out here."""
     config = read_heads(Path(options.heads).expanduser())
-    others = (-index for index in range(1, len(config.hidden_layers)))
-    config = replace(config, hidden_layers=(0, *others))
+    config = replace(config, hidden_layers=(0,) * len(config.hidden_layers))
     dtype = assemble.dtype_of(options)
-    heads = runner.use_draft(DraftHeads(config, runner.model, dtype, max_length), dtype)
-    heads.allocate(_FEW_BLOCKS)
-    return heads
+    runner.use_draft(DraftHeads(config, runner.model, dtype, max_length), dtype).allocate(_FEW_BLOCKS)
 
 
-def _launch_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineOptions, max_length: int) -> None:
-    """Run all passes of the draft model, so that their kernels are recorded, too."""
+def _use_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineOptions, max_length: int) -> None:
+    """Let the draft model guess."""
     own = draft_options(options)
     source = _few_layers(folder, read_config(folder), own)
     config = source.config
     source = replace(source, head=draft_head(options, config.hidden_size))
     model = source.load(ops, min(max_length, config.context_length), own, lambda phase, done, total: None)
-    guessing = runner.use_draft(model, assemble.stored_dtype(config, own))
-    guessing.allocate(_FEW_BLOCKS)
-    guessing.launch_all()
+    runner.use_draft(model, assemble.stored_dtype(config, own)).allocate(_FEW_BLOCKS)
 
 
 def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions) -> WeightSource:

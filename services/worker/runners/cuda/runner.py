@@ -248,17 +248,19 @@ class GpuRunner:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch each kernel that `measure_workspace`, `capture` and `warm_up_eager_kernels` launch, without capturing
-        anything, so that all are compiled before the model is loaded."""
+        """Launch each kernel of a start, in its order and without capturing anything, so that all can be compiled."""
         self.measure_workspace()
         self._upload.launch_edits()
-        for adapted in (False, True) if self.adapters else (False,):
-            for sizes, kind in self.graphs.wanted():
-                self._send_alone(step_words.empty_step(), sizes)
-                self._compute(sizes, adapted)(sizes, kind, long_tokens(sizes, kind))
-            for sizes, longest in self.graphs.wanted_guesses():
-                self._send_alone(step_words.empty_step(), sizes)
-                self._compute(sizes, adapted)(sizes, Kind.GUESSES, longest)
+        steps = [(*each, long_tokens(*each)) for each in self.graphs.wanted()]
+        guesses = [(sizes, Kind.GUESSES, longest) for sizes, longest in self.graphs.wanted_guesses()]
+        kinds = (False, True) if self.adapters else (False,)
+        for adapted, sizes, kind, most in ((x, *each) for some in (steps, guesses) for x in kinds for each in some):
+            self._send_alone(step_words.empty_step(), sizes)
+            computed = self._compute(sizes, adapted)(sizes, kind, most)
+            if computed is not None and kind is Kind.ANSWERS:
+                self._masked.warm_up(computed.logits)
+        if self.draft is not None:
+            self.draft.launch_all()
         self.warm_up_eager_kernels()
 
     def _send_alone(self, rows: StepRows, sizes: Sizes) -> None:
