@@ -64,8 +64,7 @@ def test_gpu_and_cpu_write_the_same_checkpoint(method: str, tmp_path: Path, monk
 
 def allocations() -> int:
     """How often memory of the GPU was allocated in this process."""
-    torch.cuda.init()
-    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+    return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
 
 
 def divergence(actual: Tensor, wanted: Tensor) -> float:
