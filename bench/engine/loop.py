@@ -15,7 +15,8 @@ import torch
 from bench.engine.limits import Limits
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job, SamplingParams
-from services.worker.runners.cuda.runner import GpuRunner, GpuStep
+from services.worker.runners.cuda.gpu_step import GpuStep
+from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.cuda.step_words import Kind
 from weft.load.distribution import Distribution
 

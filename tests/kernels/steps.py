@@ -29,9 +29,10 @@ from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.draft_model import GpuDraftModel
 from services.worker.runners.cuda.forward import Computed
+from services.worker.runners.cuda.gpu_step import finite_of_few, finite_of_many
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
-from services.worker.runners.cuda.runner import GpuRunner, finite_rows, finite_rows_few
+from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import Edit, SlotState, Words
 from tests.tiny_config import tiny_config
 
@@ -295,7 +296,7 @@ def _load_adapter(slot: int, gpu: GpuRunner, cpu: CpuRunner) -> None:
 def _compare(gpu: GpuRunner, cpu: CpuRunner, words: Words) -> StepResult:
     step = gpu.launch(words)
     if not step.rows.guesses:
-        assert finite_rows(step) == finite_rows_few(step)
+        assert finite_of_many(step) == finite_of_few(step)
     got, want = gpu.collect(step), cpu.run(words)
     assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
     for mine, other in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):

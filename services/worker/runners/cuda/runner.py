@@ -4,9 +4,7 @@ Knows slots and blocks, never jobs. The host plans ahead: `launch` puts a step i
 waits for its results. A token stays in its slot on the device, so the next step needs no round trip.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +21,7 @@ from services.worker.runners.cuda import step_words
 from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.draft_model import CheckedStep, GpuDraftModel, Pending
 from services.worker.runners.cuda.forward import Computed, GpuForward
+from services.worker.runners.cuda.gpu_step import GpuStep, Report
 from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.kv_pool import GpuPool
@@ -31,7 +30,7 @@ from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, m
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.sampler import GpuSampler
 from services.worker.runners.cuda.scores import PromptLines
-from services.worker.runners.cuda.step_words import Kind, Sizes, StagingBuffer, StepRows
+from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
 from services.worker.runners.cuda.upload import NO_EDITS, STAGING_BUFFERS, DeviceEdits, StepUpload
 from services.worker.runners.inspection import DecoderInspection, first_blocks
 from services.worker.runners.scored_rows import ScoredRows
@@ -39,53 +38,8 @@ from services.worker.runners.step import EDIT_WORDS, HEADER_WORDS, LAST_TOKEN, O
 
 _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Least tokens of the steps, and distance between the sizes of products, that are run at the start."""
-_FEW_ROWS, _FEW_TOKENS = 8, 1024
-"""Most rows and tokens of a step whose report is read without numpy, which a first token would wait for: after some
-milliseconds of rest a dozen of its calls take 40 us."""
 _SlotEdit = tuple[Edit, int, Words]
 """The operation, its slot, its words."""
-
-
-class _Report:
-    """Host memory for the report of a step."""
-
-    __slots__ = ("tensor", "words")
-
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self.words: StagingBuffer = self.tensor.numpy().data
-
-
-@dataclass(slots=True)
-class GpuStep:
-    """A launched step."""
-
-    number: int
-    """As counted by `StepUpload`."""
-    rows: StepRows
-    samples: int
-    """Length S of the report's lists."""
-    report: "_Report"
-    """Begins with `Computed.report`, valid after `done`."""
-    tops: TopLogprobs
-    done: torch.cuda.Event | None
-    """None: the step is over already (no GPU)."""
-    began: torch.cuda.Event | None
-    """When its first kernel could start, if gaps are measured."""
-    masked: MaskedRows | None = None
-    """Rows that draw later, under masks."""
-    prompts: PromptLines | None = None
-    """Its lines of prompts whose log-probabilities are asked for."""
-
-    @property
-    def undrawn(self) -> bool:
-        """Whether it has rows that draw when masks arrive."""
-        return self.masked is not None
-
-    @property
-    def has_guesses(self) -> bool:
-        """Whether it is to be collected before the next one is launched."""
-        return self.rows.guesses > 0
 
 
 class GpuRunner:
@@ -302,13 +256,10 @@ class GpuRunner:
         """Wait for a step and return its results."""
         if step.done is not None:
             step.done.synchronize()
-        tokens, rows, samples = step.rows.sizes
-        words, size = step.report.words, step.samples
-        drawn = words[:samples].tolist()
-        own = _floats(words[size : size + samples]) if step.tops.wanted else []
+        drawn, own = step.drawn(), step.logprobs()
         if step.rows.guesses:
             return self._collect_guesses(step, drawn, own)
-        finite = finite_rows_few(step) if rows <= _FEW_ROWS and tokens <= _FEW_TOKENS else finite_rows(step)
+        finite = step.finite()
         sampled = Sampled([[token] for token in drawn], [[x] for x in own] if own else None, step.tops.lists())
         if step.masked is not None:
             self._masked.collect(step.masked)
@@ -320,8 +271,7 @@ class GpuRunner:
 
     def _collect_guesses(self, step: GpuStep, drawn: list[int], own: list[float]) -> StepResult:
         """The results of a step with guesses: of each row the draws that are kept. It is the only one in flight."""
-        rows, logprobs, tops = step.rows, None, step.tops.lists()
-        counts = step.report.words[step_io.aligned(3 * step.samples) :][: len(rows.contexts)].tolist()
+        rows, logprobs, tops, counts = step.rows, None, step.tops.lists(), step.kept()
         if step.masked is not None:
             self._masked.collect(step.masked)
             for row in {rows.sampling[line] for line in step.masked.lines}:
@@ -503,10 +453,10 @@ class GpuRunner:
         tokens, count, samples = rows.sizes
         return rows.sizes if rows.answers or rows.guesses else (tokens, count, min(-(-samples // 8) * 8, self.slots))
 
-    def _report(self) -> _Report:
+    def _report(self) -> Report:
         """Host memory for the report of any step."""
         most = step_io.aligned(3 * self._most_samples) + max(self.step_tokens, self.slots)
-        return _Report(most, self.device.type == "cuda")
+        return Report(most, self.device.type == "cuda")
 
     def _began(self) -> Any:
         """Marks when the device can start a step's first kernel, if gaps are measured."""
@@ -566,36 +516,3 @@ class GpuRunner:
                 self.sampler.forbid(slot, data)
             elif edit is not Edit.SCORE:
                 self.sampler.ban(slot, int(data[0]), data[1:])
-
-
-def finite_rows(step: GpuStep) -> list[bool]:
-    """[R]: whether all numbers of each row are finite. The step is over, and has no guesses."""
-    tokens, rows, samples = step.rows.sizes
-    report, size = np.frombuffer(step.report.words, np.int32), step.samples
-    finite = np.ones(rows, np.bool_)
-    if not step.rows.answers:
-        lines = report[step_io.aligned(3 * size) :][:tokens]
-        finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
-    finite[step.rows.sampling] &= np.isfinite(report[2 * size :][:samples].view(np.float32))
-    found: list[bool] = finite.tolist()
-    return found
-
-
-def finite_rows_few(step: GpuStep) -> list[bool]:
-    """The same for few rows of few tokens."""
-    tokens, rows, samples = step.rows.sizes
-    words, size = step.report.words, step.samples
-    finite = [True] * rows
-    if not step.rows.answers:
-        lines, ends = words[step_io.aligned(3 * size) :][:tokens].tolist(), step.rows.ends
-        finite = [min(lines[begin:end]) > 0 for begin, end in zip([0, *ends], ends, strict=False)]
-    totals = _floats(words[2 * size : 2 * size + samples])
-    for row, total in zip(step.rows.sampling, totals, strict=True):
-        finite[row] = finite[row] and math.isfinite(total)
-    return finite
-
-
-def _floats(words: StagingBuffer) -> list[float]:
-    """The floats whose bits these words are."""
-    floats: Any = words.cast("B").cast("f")
-    return list(floats)
