@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from services.worker.models.lora import Matrices
 from services.worker.parallel.channel import Kind
 from services.worker.runners.base import PreparedPages
 
-if TYPE_CHECKING:
-    from services.worker.runners.ranks import RanksRunner
-
 _NUMBER = struct.Struct("=i")
 _MODULE = struct.Struct("=5i")
 """Number of the adapter, index in `_DTYPES`, r, inputs, outputs."""
@@ -36,6 +33,19 @@ _LOAD = struct.Struct("=2i")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PAUSE_S = 2e-4
 """Between two modules: locks are not fair, and a step may wait for the channel."""
+
+
+class Orders(Protocol):
+    """Sends what rank 0 orders. Any thread may call it."""
+
+    def order(self, kind: Kind, *parts: bytes) -> None:
+        """Send the same message to all other ranks. Raises RanksLost."""
+
+    def order_one(self, number: int, kind: Kind, *parts: bytes) -> None:
+        """Send a message to rank `number` + 1. Raises RanksLost."""
+
+    def order_living(self, kind: Kind, *parts: bytes) -> None:
+        """Send the same message to all other ranks that are still there."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -50,14 +60,14 @@ class SharedAdapter:
 class RanksAdapters:
     """`PreparedPages` of a grid of which this process is rank 0."""
 
-    def __init__(self, ranks: "RanksRunner", own: PreparedPages, parts: AdapterParts) -> None:
+    def __init__(self, orders: Orders, own: PreparedPages, parts: AdapterParts) -> None:
         """own: the pages of this rank; parts: cuts adapters."""
         self.slots = own.slots
-        self._ranks, self._own, self._parts = ranks, own, parts
+        self._orders, self._own, self._parts = orders, own, parts
         self._numbers = itertools.count()
         self._dropped: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """Numbers of copies that are to be dropped; None: these pages are gone."""
-        threading.Thread(target=_drop, args=(self._dropped, ranks), name="dropped-adapters", daemon=True).start()
+        threading.Thread(target=_drop, args=(self._dropped, orders), name="dropped-adapters", daemon=True).start()
         weakref.finalize(self, self._dropped.put, None).atexit = False
 
     def prepare(self, stored: Matrices) -> tuple[SharedAdapter, int]:
@@ -68,16 +78,16 @@ class RanksAdapters:
         weakref.finalize(shared, self._dropped.put, shared.number).atexit = False
         for rank, part in enumerate(others):
             for name, matrices in part.items():
-                self._ranks.order_one(rank, Kind.MODULE, *write_module(shared.number, name, *matrices))
+                self._orders.order_one(rank, Kind.MODULE, *write_module(shared.number, name, *matrices))
                 time.sleep(_PAUSE_S)
-            self._ranks.order_one(rank, Kind.KEEP, _NUMBER.pack(shared.number))
+            self._orders.order_one(rank, Kind.KEEP, _NUMBER.pack(shared.number))
         shared.own, nbytes = self._own.prepare(own)
         return shared, nbytes + sum(a.nbytes + b.nbytes for part in others for a, b in part.values())
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Begin to copy an adapter to a slot on all ranks."""
         shared: SharedAdapter = adapter.weights
-        self._ranks.order(Kind.LOAD, _LOAD.pack(slot, shared.number))
+        self._orders.order(Kind.LOAD, _LOAD.pack(slot, shared.number))
         self._own.load(slot, replace(adapter, weights=shared.own))
 
     def loaded(self, slot: int) -> bool:
@@ -85,11 +95,11 @@ class RanksAdapters:
         return self._own.loaded(slot)
 
 
-def _drop(dropped: "queue.SimpleQueue[int | None]", ranks: "RanksRunner") -> None:
+def _drop(dropped: "queue.SimpleQueue[int | None]", orders: Orders) -> None:
     """Send the other ranks the numbers of copies that they are to drop. A copy may be let go of anywhere, even while a
     message is sent: so a thread of its own sends these."""
     while (number := dropped.get()) is not None:
-        ranks.order_living(Kind.DROP, _NUMBER.pack(number))
+        orders.order_living(Kind.DROP, _NUMBER.pack(number))
 
 
 class HeldAdapters:
