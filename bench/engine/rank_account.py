@@ -21,8 +21,8 @@ from bench.engine.grids import MODELS
 from bench.engine.loop import CONTEXT
 from bench.kernels.on_ranks import on_ranks
 from bench.kernels.timing import elapsed
-from services.worker.build.assemble import open_source
-from services.worker.build.grid import Orders, load_rank
+from services.worker.build.ranks.grid import Orders, load_rank
+from services.worker.build.weights import open_source
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
 from services.worker.runners.cuda import graphs

@@ -38,7 +38,7 @@ def ranks_of(worker: Process) -> list[int]:
             parent = int((status.parent / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # The process has ended.
-        if parent == worker.pid and b"services.worker.build.rank" in command:
+        if parent == worker.pid and b"services.worker.build.ranks.rank" in command:
             found[int(command[-3])] = int(status.parent.name)
     return [found[number] for number in sorted(found)]
 
@@ -106,6 +106,6 @@ def left_behind() -> list[str]:
             parent = int((status.parent / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # The process has ended.
-        if b"services.worker.build.rank" in command and parent == 1:
+        if b"services.worker.build.ranks.rank" in command and parent == 1:
             orphans.append(status.parent.name)
     return orphans

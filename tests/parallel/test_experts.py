@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.build.assemble import WeightSource, open_source
 from services.worker.build.encoders.assemble import build_encoder
-from services.worker.build.grid import own_part
+from services.worker.build.ranks.grid import own_part
+from services.worker.build.weights import WeightSource, open_source
 from services.worker.errors import CheckpointError
 from services.worker.models.sharding import config_of, sizes_of
 from services.worker.options import EngineOptions

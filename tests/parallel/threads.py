@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from services.worker.build import rank, rank_process
 from services.worker.build.choose import BuiltEngine
+from services.worker.build.ranks import rank, rank_process
 from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.channel import Channel
 from services.worker.runners.ranks import RanksRunner

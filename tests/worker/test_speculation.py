@@ -13,8 +13,8 @@ import torch
 
 from bench.speculation import equality
 from kernels.quantized_cpu import Int8Product
-from services.worker.build.assemble import open_source
 from services.worker.build.drafting.draft import draft_head
+from services.worker.build.weights import open_source
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.job import EndReason, Job

@@ -2,83 +2,50 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kernels import kv_pages
 from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
-from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
 from services.worker.build.drafting.heads import load_heads, locate_heads
-from services.worker.errors import CheckpointError
-from services.worker.kvcache.shared_memory import SharedMemory
-from services.worker.loader import presets
-from services.worker.loader.config import read_config
-from services.worker.loader.family_tensors import open_family
-from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
-from services.worker.loader.kv_scales import load_kv_scales
-from services.worker.loader.plain import load_weights, pack_weights, randomize
-from services.worker.loader.quantized import (
-    copied_head_bytes,
-    expected_bytes,
-    load_quantized,
-    randomize_quantized,
-    round_head,
+from services.worker.build.drafting.load import (
+    DRAFT_WORKSPACE,
+    draft_bytes_of_block,
+    draft_context,
+    load_cpu_draft,
+    load_gpu_draft,
 )
-from services.worker.loader.tensors import Checkpoint
+from services.worker.build.engine_parts import EngineParts
+from services.worker.build.weights import (
+    WeightSource,
+    bytes_of_block,
+    dtype_of,
+    free_gpu_bytes,
+    open_draft,
+    open_source,
+    stored_dtype,
+)
+from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.models.decoder import Decoder
 from services.worker.models.draft_heads import HeadsConfig
-from services.worker.models.ops import Ops
 from services.worker.options import EngineOptions, MemoryPlan, Progress
-from services.worker.runners.base import PreparedPages, Runner
+from services.worker.runners.base import Runner
 from services.worker.runners.cpu.adapters import CpuAdapters
-from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.runners.cpu.heads import CpuHeads
-from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
+from services.worker.runners.cpu.ops import plain_ops
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner
 from services.worker.runners.step import MOST_GUESSES
 
-if TYPE_CHECKING:
-    from services.worker.runners.cuda.draft_model import GpuDraftModel
-    from services.worker.runners.cuda.ops import TritonOps
-    from services.worker.runners.cuda.runner import GpuRunner
-
 _MOST_THREADS = torch.get_num_threads()
 """What torch would use: this process's processors, or OMP_NUM_THREADS."""
 _WEIGHTS_OF_A_THREAD = 16 << 20
-DRAFT_WORKSPACE = 256 << 20
-"""Bytes of the steps of a draft model or heads on a GPU: at most 512 tokens, and logits of 64 rows."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What an engine is made of."""
-
-    config: ModelConfig
-    parameters: int
-    """Numbers in the checkpoint."""
-    memory: MemoryPlan
-    runner: Runner[Any]
-    block_layout: str
-    """The layout of the contents of blocks."""
-    block_dtype: str
-    """The format of their numbers."""
-    draft_context: int = 0
-    """Tokens of the context of the runner's draft model; 0: it has none."""
-    adapters: PreparedPages | None = None
-    """The runner's adapters; None: it serves none."""
-    shared_memory: SharedMemory | None = None
-    """The memory of the pool, for other processes of this host; None: it is not shared."""
-    guess_limit: Callable[[int], int] | None = None
-    """From the rows of a step to the most guesses of each; None: any number."""
 
 
 def assemble(
@@ -102,7 +69,7 @@ def assemble(
             "WEFT_FETCH_DTYPE=fp8 is for pools of 16 or 32 bits: these keys and values have 8 already"
         )
     if options.tensor_parallel * options.pipeline_parallel > 1:
-        from services.worker.build.grid import assemble_grid
+        from services.worker.build.ranks.grid import assemble_grid
 
         return assemble_grid(model_dir, source, draft, options, progress, compile_ahead=compile_ahead)
     if not options.on_gpu:
@@ -116,88 +83,6 @@ def assemble(
     if graphs:  # Otherwise some kernels were not launched.
         compiled.set()
     return parts
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSource:
-    """The source of the weights."""
-
-    config: ModelConfig
-    checkpoint: Checkpoint | None
-    """None: the weights are random."""
-    reader: WeightReader | None
-    """Reads the weights of linear layers; None: they are plain."""
-    quantization: Mapping[str, Any] | None
-    """The quantization_config of config.json."""
-    head: str | None = None
-    """The format that a plain head is rounded to; None: it stays as it is."""
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in the checkpoint."""
-        if self.checkpoint and not isinstance(self.reader, StoredWeights):
-            return self.checkpoint.parameters
-        return count_parameters(self.config)
-
-    def expected_bytes(self, dtype: torch.dtype, device: str) -> int:
-        """About the bytes that the weights will take."""
-        copied = copied_head_bytes(self.config, self.head) if self.head else 0
-        if self.reader is None:
-            return copied + self.parameters * dtype.itemsize
-        return copied + expected_bytes(self.config, self.checkpoint, self.reader, dtype, device)
-
-    def load(
-        self,
-        ops: Ops,
-        max_length: int,
-        options: EngineOptions,
-        progress: Progress,
-        make: Callable[..., Decoder] = Decoder,
-    ) -> Decoder:
-        """The model with its weights. make: a decoder, or a part of one. Raises CheckpointError."""
-        device = "cuda" if options.on_gpu else "cpu"
-        is_quantized = self.reader is not None
-        model = make(self.config, ops, dtype_of(options), max_length, device, meta_linears=is_quantized)
-        if self.checkpoint and self.reader:
-            load_quantized(model, self.checkpoint, self.reader, progress)
-        elif isinstance(self.reader, RoundedWeights):
-            randomize_quantized(model, self.reader, progress)
-        elif self.checkpoint is None:
-            randomize(model, progress)
-        elif device == "cpu" or self.checkpoint.is_part:
-            load_weights(model, self.checkpoint, progress)
-        else:
-            from services.worker.loader.streaming import stream_weights
-
-            stream_weights(model, self.checkpoint, progress)
-        if self.checkpoint:
-            model.add_norm_offset()
-        if self.checkpoint and stored_dtype(self.config, options) == kv_pages.FP8:
-            load_kv_scales(model.layers, self.checkpoint)
-        if self.head:
-            round_head(model, self.head)
-        if device == "cpu":
-            pack_weights(model)
-        return model
-
-
-def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
-    """The source of the weights of a folder. Raises CheckpointError."""
-    settings = read_config(model_dir)
-    config, reader = settings.model, reader_of(settings.quantization, options.quantize)
-    checkpoint = None
-    if not presets.is_random(model_dir):
-        checkpoint = open_family(model_dir, config)
-    return WeightSource(config, checkpoint, reader, settings.quantization, options.quantize_head)
-
-
-def open_draft(model_dir: Path, config: ModelConfig, options: EngineOptions) -> WeightSource | None:
-    """The source of the weights of the draft model for the model in this folder; None: there is none. Raises
-    CheckpointError."""
-    if not options.draft:
-        return None
-    draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
-    return replace(draft, head=draft_head(options, draft.config.hidden_size))
 
 
 def _threads_for(weights: int) -> int:
@@ -225,7 +110,7 @@ def _on_cpu(
     # Threads share out long sums, and the order of summation depends on their number.
     torch.set_num_threads(options.threads or options.numerics.threads or _threads_for(weights))
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
-    ops = plain_ops(options)
+    ops = plain_ops(options.deterministic)
     model = source.load(ops, plan.max_seq_length, options, progress)
     if measures_scales(model, stored, options):
         tokens, blocks = _calibration_size(plan.max_seq_length, options)
@@ -318,43 +203,6 @@ def _on_gpu(
     return replace(parts, draft_context=context, guess_limit=limit, adapters=adapters, shared_memory=shared)
 
 
-def plain_ops(options: EngineOptions) -> ReferenceOps:
-    """The operations of one process on a CPU."""
-    return InvariantOps() if options.deterministic else ReferenceOps()
-
-
-def draft_context(draft: WeightSource, max_length: int) -> int:
-    """Tokens of the context of a draft model beside a model of this length."""
-    return min(max_length, draft.config.context_length)
-
-
-def draft_bytes_of_block(draft: WeightSource, options: EngineOptions) -> int:
-    """Bytes of one block's keys and values of the draft model."""
-    return bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
-
-
-def load_cpu_draft(
-    draft: WeightSource, options: EngineOptions, ops: ReferenceOps, context: int, blocks: int, progress: Progress
-) -> CpuDraftModel:
-    """The draft model of a CPU's runner. Raises CheckpointError."""
-    own = draft_options(options)
-    model = draft.load(ops, context, own, progress)
-    return CpuDraftModel(model, ops, blocks, options.block_size, stored_dtype(draft.config, own))
-
-
-def load_gpu_draft(
-    draft: WeightSource,
-    options: EngineOptions,
-    runner: "GpuRunner",
-    ops: "TritonOps",
-    context: int,
-    progress: Progress,
-) -> "GpuDraftModel":
-    """The draft model of a GPU's runner, which is to allocate its pool. Raises CheckpointError."""
-    own = draft_options(options)
-    return runner.use_draft(draft.load(ops, context, own, progress), stored_dtype(draft.config, own))
-
-
 def _parts(
     source: WeightSource, options: EngineOptions, plan: MemoryPlan, runner: Runner[Any], decoder: DecoderRunner
 ) -> EngineParts:
@@ -373,20 +221,6 @@ def _scales_digest(model: Decoder) -> str:
     return hashlib.sha256(repr([None if x is None else x.tolist() for x in scales]).encode()).hexdigest()[:8]
 
 
-def dtype_of(options: EngineOptions) -> torch.dtype:
-    """The format of weights and activations."""
-    return _DTYPES[options.numerics.dtype]
-
-
-def stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
-    """The format of stored keys and values. Raises CheckpointError if the device does not support it."""
-    name = config.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
-    stored = {"fp8": kv_pages.FP8, "int8": kv_pages.INT8}.get(name, dtype_of(options))
-    if stored == kv_pages.FP8 and options.on_gpu and torch.cuda.get_device_capability() < (8, 9):
-        raise CheckpointError("keys and values in fp8 need a GPU of compute capability 8.9 or more: set KV_DTYPE=int8")
-    return stored
-
-
 def measures_scales(model: Decoder, stored: torch.dtype, options: EngineOptions) -> bool:
     """Whether scales are to be measured: they were asked for, and the checkpoint has none. Raises CheckpointError."""
     if options.kv_scales != "dynamic":
@@ -402,16 +236,6 @@ def _calibration_size(max_length: int, options: EngineOptions) -> tuple[int, int
     return tokens, -(-tokens // options.block_size)
 
 
-def bytes_of_block(config: ModelConfig, options: EngineOptions, stored: torch.dtype) -> int:
-    """Bytes of one block's keys and values, all layers."""
-    return config.layers * kv_pages.page_bytes(options.block_size, config.kv_heads, config.head_dim, stored)
-
-
 def _heads_bytes_of_block(heads: HeadsConfig, options: EngineOptions, dtype: torch.dtype) -> int:
     """Bytes of one block's keys and values of the heads, and of the hidden states that they read."""
     return bytes_of_block(heads.layer, options, dtype) + options.block_size * heads.fused_width * dtype.itemsize
-
-
-def free_gpu_bytes() -> int:
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])

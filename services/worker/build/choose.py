@@ -13,7 +13,7 @@ from typing import TypeVar
 from services.worker.build import refused
 from services.worker.build.adapters import AdapterReader, adapter_reader
 from services.worker.build.drafting.speculate import make_speculation
-from services.worker.build.grid_limits import check_grid
+from services.worker.build.ranks.grid_limits import check_grid
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.kvcache.shared_memory import SharedMemory

@@ -21,13 +21,14 @@ import torch
 
 from kernels import compile_cache, kv_pages
 from kernels.compile_cache import RecordedKernel
-from services.worker.build import assemble, memory
-from services.worker.build.assemble import WeightSource
+from services.worker.build import memory
+from services.worker.build.assemble import measures_scales
 from services.worker.build.drafting.draft import draft_head, draft_options, locate_draft
 from services.worker.build.drafting.heads_config import read_heads
-from services.worker.build.gpu_rank import peer_words_of, plain_ops, rank_ops
-from services.worker.build.grid import own_part
 from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
+from services.worker.build.ranks.gpu_rank import peer_words_of, plain_ops, rank_ops
+from services.worker.build.ranks.grid import own_part
+from services.worker.build.weights import WeightSource, dtype_of, stored_dtype
 from services.worker.loader import presets
 from services.worker.loader.config import CheckpointConfig, read_config
 from services.worker.loader.family_tensors import open_family
@@ -73,7 +74,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     exact_products()
     settings = read_config(folder)
     whole = settings.model
-    stored = assemble.stored_dtype(whole, options)
+    stored = stored_dtype(whole, options)
     max_length = memory.check_length(whole, options)
     source = _few_layers(folder, settings, options)
     make: Callable[..., Decoder] = Decoder
@@ -105,7 +106,7 @@ def _use_heads(runner: GpuRunner, options: EngineOptions, max_length: int) -> No
     were trained to read: most layers are left out here."""
     config = read_heads(Path(options.heads).expanduser())
     config = replace(config, hidden_layers=(0,) * len(config.hidden_layers))
-    dtype = assemble.dtype_of(options)
+    dtype = dtype_of(options)
     runner.use_draft(DraftHeads(config, runner.model, dtype, max_length), dtype).allocate(_FEW_BLOCKS)
 
 
@@ -116,7 +117,7 @@ def _use_draft(runner: GpuRunner, ops: TritonOps, folder: Path, options: EngineO
     config = source.config
     source = replace(source, head=draft_head(options, config.hidden_size))
     model = source.load(ops, min(max_length, config.context_length), own, lambda phase, done, total: None)
-    runner.use_draft(model, assemble.stored_dtype(config, own)).allocate(_FEW_BLOCKS)
+    runner.use_draft(model, stored_dtype(config, own)).allocate(_FEW_BLOCKS)
 
 
 def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions) -> WeightSource:
@@ -162,7 +163,7 @@ def _set_scales(model: Decoder, folder: Path, stored: torch.dtype, options: Engi
     """Scales of keys and values where the model will have some: kernels are compiled with or without."""
     if not presets.is_random(folder):
         load_kv_scales(model.layers, open_checkpoint(folder))
-    if assemble.measures_scales(model, stored, options):
+    if measures_scales(model, stored, options):
         for layer in model.layers:
             layer.attention.kv_scales = torch.ones(2, layer.attention.kv_heads, device=model.embedding.device)
 

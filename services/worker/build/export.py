@@ -11,9 +11,9 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
 
-from services.worker.build.assemble import open_source
 from services.worker.build.encoders import export as encoders
 from services.worker.build.encoders.source import read_raw, read_source
+from services.worker.build.weights import open_source
 from services.worker.errors import CheckpointError
 from services.worker.loader.sentence_folder import is_text_model
 from services.worker.models.config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 
 from services import host
 from services.worker.build import memory, refused
-from services.worker.build.assemble import EngineParts
+from services.worker.build.engine_parts import EngineParts
 from services.worker.build.export import load_network, trace
 from services.worker.errors import CheckpointError
 from services.worker.loader.config import read_config

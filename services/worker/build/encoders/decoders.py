@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.operands import Pooling
 from services.worker.build import memory
-from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of
 from services.worker.build.encoders.source import free_bytes, supported
+from services.worker.build.weights import WeightSource, bytes_of_block, dtype_of
 from services.worker.errors import CheckpointError
 from services.worker.kvcache.pages import make_layers
 from services.worker.loader import presets

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.host import available_memory
 from services.worker.build import memory
-from services.worker.build.assemble import dtype_of, free_gpu_bytes
+from services.worker.build.weights import dtype_of, free_gpu_bytes
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.files import _read_json

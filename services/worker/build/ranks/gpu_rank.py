@@ -15,17 +15,8 @@ import torch
 from kernels.peers.memory import PeerMemoryError
 from kernels.peers.words import WORD
 from services.worker.build import kernel_cache, memory
-from services.worker.build.assemble import (
-    DRAFT_WORKSPACE,
-    WeightSource,
-    bytes_of_block,
-    draft_bytes_of_block,
-    draft_context,
-    dtype_of,
-    free_gpu_bytes,
-    load_gpu_draft,
-    stored_dtype,
-)
+from services.worker.build.drafting.load import DRAFT_WORKSPACE, draft_bytes_of_block, draft_context, load_gpu_draft
+from services.worker.build.weights import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes, stored_dtype
 from services.worker.errors import AnotherRankFailed, CheckpointError
 from services.worker.models.config import ModelConfig
 from services.worker.models.stage import StageDecoder

@@ -1,6 +1,6 @@
 """Puts a model on a grid of ranks: plans their memory, starts them, loads this process's part. Knows no engine.
 
-Rank 0 is this process. The others are its children: `services.worker.build.rank`.
+Rank 0 is this process. The others are its children: `services.worker.build.ranks.rank`.
 """
 
 import json
@@ -17,19 +17,17 @@ import structlog
 import torch
 
 from services import host
-from services.worker.build import kernel_cache, memory, rank_process
-from services.worker.build.assemble import (
-    EngineParts,
+from services.worker.build import kernel_cache, memory
+from services.worker.build.drafting.load import draft_bytes_of_block, draft_context, load_cpu_draft
+from services.worker.build.engine_parts import EngineParts
+from services.worker.build.ranks import rank_process
+from services.worker.build.weights import (
     WeightSource,
     bytes_of_block,
-    draft_bytes_of_block,
-    draft_context,
     dtype_of,
     free_gpu_bytes,
-    load_cpu_draft,
     open_draft,
     open_source,
-    plain_ops,
     stored_dtype,
 )
 from services.worker.errors import AnotherRankFailed, CheckpointError
@@ -46,7 +44,7 @@ from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.shards import Shard, shard_of
 from services.worker.parallel.topology import Grid
 from services.worker.runners.cpu.adapters import CpuAdapters
-from services.worker.runners.cpu.ops import ReferenceOps
+from services.worker.runners.cpu.ops import ReferenceOps, plain_ops
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.rank_adapters import RanksAdapters
 from services.worker.runners.rank_ops import InvariantRankOps, RankOps
@@ -183,7 +181,7 @@ def load_rank(
     shard = _shard(source, grid, orders.rank)
     own = own_part(source, shard)
     if options.on_gpu:
-        from services.worker.build.gpu_rank import GpuPlace, load_gpu_rank
+        from services.worker.build.ranks.gpu_rank import GpuPlace, load_gpu_rank
 
         place = GpuPlace(grid, orders.rank, shard, Path(orders.meeting))
         return load_gpu_rank(own, draft, options, place, compiling, progress)
@@ -198,7 +196,7 @@ def load_rank(
     stored, slots = stored_dtype(source.config, options), options.max_batch_size
     guessing = None
     if draft is not None:
-        alone, context = plain_ops(options), draft_context(draft, orders.max_length)
+        alone, context = plain_ops(options.deterministic), draft_context(draft, orders.max_length)
         guessing = load_cpu_draft(draft, options, alone, context, orders.blocks, progress)
     adapters = CpuAdapters(model, ops, options.adapter_room) if options.adapter_room else None
     runner = CpuRunner(
@@ -210,7 +208,7 @@ def load_rank(
 def _cpu_ops(options: EngineOptions, others: Collectives) -> ReferenceOps:
     """The operations of a rank with these options. Stages alone have no sums."""
     if others.grid.tensor == 1:
-        return plain_ops(options)
+        return plain_ops(options.deterministic)
     return InvariantRankOps(others) if options.deterministic else RankOps(others)
 
 

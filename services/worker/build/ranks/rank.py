@@ -1,4 +1,4 @@
-"""The process of a rank: `python -m services.worker.build.rank DESCRIPTOR RANK`, started by its worker.
+"""The process of a rank: `python -m services.worker.build.ranks.rank DESCRIPTOR RANK`, started by its worker.
 
 It loads its part of the model and computes what rank 0 orders through the descriptor's socket. Knows no job.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.build.grid import Orders, load_rank, open_own
+from services.worker.build.ranks.grid import Orders, load_rank, open_own
 from services.worker.errors import CheckpointError
 from services.worker.parallel import placement
 from services.worker.parallel.channel import Channel, ChannelClosed, Kind

@@ -52,7 +52,7 @@ def start(number: int) -> Channel:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(signal.SIGKILL))),
-                *(sys.executable, *path, "-m", "services.worker.build.rank"),
+                *(sys.executable, *path, "-m", "services.worker.build.ranks.rank"),
                 *(str(its.fileno()), str(number)),
             ],
             stdin=subprocess.DEVNULL,

@@ -133,3 +133,8 @@ class InvariantOps(ReferenceOps):
     activate = staticmethod(layers.activate_invariant)
     attention = staticmethod(paged_attention.attention_invariant)
     plan_attention = staticmethod(paged_attention.plan_attention_invariant)
+
+
+def plain_ops(deterministic: bool) -> ReferenceOps:
+    """The operations of one process."""
+    return InvariantOps() if deterministic else ReferenceOps()

@@ -1,0 +1,49 @@
+"""Loads a draft model for a runner, and says what it takes beside the model."""
+
+from typing import TYPE_CHECKING
+
+from services.worker.build.drafting.draft import draft_options
+from services.worker.build.weights import WeightSource, bytes_of_block, stored_dtype
+from services.worker.options import EngineOptions, Progress
+from services.worker.runners.cpu.draft_model import CpuDraftModel
+from services.worker.runners.cpu.ops import ReferenceOps
+
+if TYPE_CHECKING:
+    from services.worker.runners.cuda.draft_model import GpuDraftModel
+    from services.worker.runners.cuda.ops import TritonOps
+    from services.worker.runners.cuda.runner import GpuRunner
+
+DRAFT_WORKSPACE = 256 << 20
+"""Bytes of the steps of a draft model or heads on a GPU: at most 512 tokens, and logits of 64 rows."""
+
+
+def draft_context(draft: WeightSource, max_length: int) -> int:
+    """Tokens of the context of a draft model beside a model of this length."""
+    return min(max_length, draft.config.context_length)
+
+
+def draft_bytes_of_block(draft: WeightSource, options: EngineOptions) -> int:
+    """Bytes of one block's keys and values of the draft model."""
+    return bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
+
+
+def load_cpu_draft(
+    draft: WeightSource, options: EngineOptions, ops: ReferenceOps, context: int, blocks: int, progress: Progress
+) -> CpuDraftModel:
+    """The draft model of a CPU's runner. Raises CheckpointError."""
+    own = draft_options(options)
+    model = draft.load(ops, context, own, progress)
+    return CpuDraftModel(model, ops, blocks, options.block_size, stored_dtype(draft.config, own))
+
+
+def load_gpu_draft(
+    draft: WeightSource,
+    options: EngineOptions,
+    runner: "GpuRunner",
+    ops: "TritonOps",
+    context: int,
+    progress: Progress,
+) -> "GpuDraftModel":
+    """The draft model of a GPU's runner, which is to allocate its pool. Raises CheckpointError."""
+    own = draft_options(options)
+    return runner.use_draft(draft.load(ops, context, own, progress), stored_dtype(draft.config, own))
