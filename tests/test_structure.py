@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+Room = TypeVar("Room", str, Path)
 LARGEST_FOLDER = 20
 MOST_FLOORS = 4
 
@@ -203,11 +205,15 @@ def offenders(paths: Iterator[Path], *packages: str) -> list[str]:
     return [sentence for path in paths for sentence in reaches(path, *packages)]
 
 
-def floors(graph: Mapping[str, set[str]]) -> int:
+def floors(graph: Mapping[Room, set[Room]]) -> int:
     """The length of the longest chain of imports. Raises RecursionError if imports form a circle."""
 
-    def height(name: str) -> int:
-        return 1 + max((height(other) for other in graph[name] if other in graph), default=0)
+    heights: dict[Room, int] = {}
+
+    def height(name: Room) -> int:
+        if name not in heights:
+            heights[name] = 1 + max((height(other) for other in graph[name] if other in graph), default=0)
+        return heights[name]
 
     return max(map(height, graph))
 
@@ -224,6 +230,25 @@ def test_the_top_has_few_floors_and_no_circle() -> None:
     }
     assert all(actual[package] <= TOP[package] for package in TOP)
     assert floors(actual) <= MOST_FLOORS
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    """Imports for types alone and imports inside functions count, too."""
+    graph = {path: imported_files(path) for path in files(*TOP)}
+    assert floors(graph) > 1  # raises if imports form a circle
+
+
+def imported_files(path: Path) -> set[Path]:
+    """The files of the project that the import statements of a file name, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inside if inside <= modules() else {node.module, *inside & modules()}
+    found = {ROOT / name.replace(".", "/") for name in names & modules()}
+    return {each / "__init__.py" if each.is_dir() else each.with_suffix(".py") for each in found} - {path}
 
 
 def test_services_never_import_one_another() -> None:
