@@ -249,6 +249,19 @@ def test_the_credit_of_a_job_that_a_dead_gateway_never_sent_is_freed(stage: Stag
     assert list(stage.core.state.workers["w1"].jobs) == ["real"]
 
 
+def test_the_credit_of_a_job_whose_answer_was_lost_with_the_link_is_freed_at_a_busy_worker(stage: Stage) -> None:
+    """Its gateway is back, but its client has left meanwhile: nobody submits or withdraws it any more."""
+    stage.gateway("g2")
+    stage.worker("w1", credits=3)
+    stage.submit("lost")
+    stage.submit("real", gateway="g2")
+    stage.now += 0.1
+    stage.gateway("g1")
+    stage.submit("late")
+    stage.pass_time(2.2, heartbeat=["w1"])
+    assert list(stage.core.state.workers["w1"].jobs) == ["real", "late"], "of the present link none is missing"
+
+
 def test_an_idle_worker_frees_the_credits_of_jobs_that_never_arrived(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("never-sent")

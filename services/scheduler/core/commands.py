@@ -17,8 +17,8 @@ class CommandBuffer:
     """The commands of one event, in order."""
 
     def __init__(self) -> None:
-        self.gateways: dict[str, None] = {}
-        """Ids of the attached gateways, in the order of their hellos. Messages to others are discarded."""
+        self.gateways: dict[str, float] = {}
+        """When each attached gateway sent its hello, by id. Messages to others are discarded."""
         self._commands: list[Command] = []
 
     def __len__(self) -> int:

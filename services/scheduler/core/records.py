@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -312,11 +312,12 @@ class WorkerRecord:
         if self.detached_at is not None:
             self.detached_at += pause_s
 
-    def missing_jobs(self, now: float, grace_s: float, attached: Container[str]) -> list[JobRecord]:
+    def missing_jobs(self, now: float, grace_s: float, attached: Mapping[str, float]) -> list[JobRecord]:
         """Jobs that hold a credit but, by the counts of the last report, never reached the worker.
 
-        A gateway may die between the scheduler's answer and its own message to the worker. Jobs of an attached gateway
-        count as missing only if the worker is idle.
+        A gateway may die between the scheduler's answer and its own message to the worker, or its link may break
+        before the answer or the job's withdrawal has arrived. `attached`: when each attached gateway sent its hello.
+        Jobs that it submitted since then count as missing only if the worker is idle.
         """
         old = [job for job in self.jobs.values() if now - job.assigned_at > grace_s]
         surplus = len(old) - self.last_report.running - self.last_report.waiting
@@ -325,7 +326,7 @@ class WorkerRecord:
         idle = not self.last_report.running and not self.last_report.waiting
         if idle and self.last_report.busy:  # The engine has not taken its first jobs yet: its counts are older.
             return []
-        return [job for job in old if idle or job.gateway_id not in attached][:surplus]
+        return [job for job in old if idle or job.queued_at < attached.get(job.gateway_id or "", math.inf)][:surplus]
 
 
 def _listed(adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:

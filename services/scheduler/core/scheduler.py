@@ -42,7 +42,7 @@ class SchedulerCore:
         """A gateway sent its hello. Its waiting jobs of an earlier link are dropped: it will submit them again."""
         self._admission.drop_waiting(gateway_id, now)
         self.state.reach.forget(gateway_id)
-        self.state.commands.gateways[gateway_id] = None
+        self.state.commands.gateways[gateway_id] = now
         self.state.commands.send(gateway_id, SchedulerHello(self.epoch))
         self.state.commands.send(gateway_id, self.state.catalog.published)
         if suspects := self.state.poison.suspects():
