@@ -99,11 +99,12 @@ class Stage:
         credits: int = 1,
         card: Card = CARD,
         running: Sequence[str] = (),
+        attempt: int = 1,
         stored: bytes = b"",
         adapters: Sequence[Adapter] = (),
         role: Role = Role.BOTH,
     ) -> str:
-        refs = tuple(RunningJob(job_id, 1) for job_id in running)
+        refs = tuple(RunningJob(job_id, attempt) for job_id in running)
         hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, refs, stored, tuple(adapters), role)
         self.perform(self.core.on_worker_attached(hello, self.now))
         return worker_id

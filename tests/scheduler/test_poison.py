@@ -73,6 +73,19 @@ def test_suspects_run_one_at_a_time_until_they_produce_tokens(stage: Stage) -> N
     assert where(stage)["c"] == "w2"
 
 
+def test_a_worker_that_registers_again_keeps_its_suspect_on_probation(stage: Stage) -> None:
+    stage.worker("w1", credits=8)
+    start(stage, "bad", "b")
+    stage.worker("w2", credits=8)
+    die(stage, "w1", ("bad", 1), ("b", 1))
+    stage.pass_time(2.2, heartbeat=["w2"])
+    stage.worker("w2", credits=8, running=["bad"], attempt=2)
+    assert where(stage) == {"bad": "w2", "b": "w1"}, "the next suspect still waits"
+    stage.worker("w3", credits=8)
+    die(stage, "w2", ("bad", 2))
+    assert where(stage)["bad"] == "POISONED"
+
+
 def test_a_suspect_waits_rather_than_to_go_back_to_where_it_failed(stage: Stage) -> None:
     stage.worker("w1", credits=8)
     start(stage, "a", "b")

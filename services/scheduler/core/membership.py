@@ -50,6 +50,7 @@ class Membership:
 
     def _take_over_jobs(self, worker: WorkerRecord, old: WorkerRecord | None, now: float) -> None:
         """Moves the jobs that a worker reports as running to its new record; its other earlier jobs have ended."""
+        suspect = old.probation if old is not None else None
         for running in worker.hello.running:
             job = self._state.jobs.get(running.job_id)
             if job is not None and job.worker is not None and job.worker is old and job.attempt == running.attempt:
@@ -69,6 +70,8 @@ class Membership:
                 old.expect_no_more(job)
                 worker.expect(job)
             self._state.models[old.hello.card.name].remove_worker(old)
+        if suspect is not None and suspect.worker is worker:
+            worker.probation = suspect
 
     def update(self, worker: WorkerRecord, report: WorkerReport, now: float) -> None:
         """Applies a worker's report: its progress, its cached blocks, and the jobs that ended or never arrived."""
