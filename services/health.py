@@ -2,10 +2,12 @@
 
 Exit code 0 means SERVING, 1 any other state, 2 wrong arguments. Without a service name, such as `weft.v1.Cache`, or
 with `--listening` after it, it checks whether the process listens at all. It reads the same settings as the service:
-an encrypted port is called with the service's own certificate, and needs the service's name.
+an encrypted port is called with the service's own certificate, and needs the service's name. That of a gateway's public
+port may have changed on disk since the gateway read it, so what the gateway presents is trusted.
 """
 
 import os
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,29 +36,36 @@ def check(address: str, service: str = "", listening: bool = False) -> str:
 
     `listening`: that of the process, not of the service. Raises IdentityError for invalid settings.
     """
-    with _channel(address, ROLE_OF.get(service)) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
+    try:
+        with _channel(address, ROLE_OF.get(service)) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="" if listening else service)
             reply = stub.Check(request, timeout=CHECK_S)
-        except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()
-            return code.name
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code.name
+    except OSError:  # Nobody listens there, or without encryption.
+        return grpc.StatusCode.UNAVAILABLE.name
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
 def _channel(address: str, role: Role | None) -> grpc.Channel:
     """A channel to a service of this role; None: a plain one."""
     if role == "gateway":
-        path = os.environ.get(CERT, "")
-        if not path:
+        if not os.environ.get(CERT):
             return grpc.insecure_channel(address)
-        credentials, name = probe(identities.read(path, CERT))
+        credentials, name = probe(_presented(address))
         return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
     own = identities.load(role, identities.named(os.environ)).client() if role is not None else None
     if own is None or role is None:
         return grpc.insecure_channel(address)
     return grpc.secure_channel(address, own, [("grpc.ssl_target_name_override", role_name(role))])
+
+
+def _presented(address: str) -> bytes:
+    """The certificate that a server on this machine presents, in PEM. Raises OSError if it presents none."""
+    host, _, port = address.rpartition(":")
+    return ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=CHECK_S).encode()
 
 
 def main(arguments: Sequence[str]) -> int:
