@@ -209,7 +209,8 @@ class Supervisor:
 
     async def _keep(self, place: int) -> None:
         """Starts the member of a place, and again whenever it dies. All but the first wait until that one listens: a
-        setting that is refused is refused once."""
+        setting that is refused is refused once. Later a member may be refused for a file that has changed since the
+        others have read it: these serve on."""
         if place:
             await self._first_listens.wait()
         failures = 0
@@ -221,7 +222,7 @@ class Supervisor:
                 continue
             failures = 1 if time.monotonic() - member.began > _SETTLED_S else failures + 1
             log.warning("a gateway process ended", number=member.number, code=code)
-            if code == os.EX_CONFIG or (not self._first_listens.is_set() and failures >= _MOST_STARTS):
+            if not self._first_listens.is_set() and (code == os.EX_CONFIG or failures >= _MOST_STARTS):
                 self._code = code if code > 0 else 1
                 self._stop.set()
                 return

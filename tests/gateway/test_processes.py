@@ -121,3 +121,29 @@ async def test_a_successor_that_dies_ends_the_replacement_and_the_others_stay(
         started[0].end(1)
         await until(lambda: len(started) == 4)
         await replace(started)
+
+
+async def test_a_member_that_is_refused_later_ends_no_other_one(
+    started: list[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies while the tenants file is invalid: the others serve on with the tenants that they have read."""
+    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.0)
+    async with supervised(started):
+        started[1].end(-signal.SIGKILL)
+        await until(lambda: len(started) == 3)
+        started[2].end(os.EX_CONFIG)
+        await until(lambda: len(started) == 4)
+        assert started[0].returncode is None
+        started[3].listens()
+
+
+async def test_a_gateway_of_which_no_member_is_left_ends_when_its_settings_are_refused(
+    started: list[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.0)
+    supervisor = Supervisor(GatewaySettings(metrics_port=0, drain_s=0), 2, {"WEFT_LISTEN": "127.0.0.1:0"})
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: len(started) == 1)
+    started[0].end(os.EX_CONFIG)
+    assert await asyncio.wait_for(running, SOON_S) == os.EX_CONFIG
+    assert len(started) == 1
