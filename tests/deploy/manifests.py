@@ -338,7 +338,8 @@ def _services(mesh: Manifests) -> Iterator[str]:
         if len(chosen) != 1:
             yield f"{title(service)}: selects {', '.join(chosen) or 'nothing'}"
             continue
-        ports = _container_ports(_pod(mesh.first(chosen[0]))["containers"][0])
+        served = _pod(mesh.first(chosen[0]))["containers"][0]
+        ports, encrypted = _container_ports(served), mesh.environment(served).get("WEFT_TLS_CERT")
         for port in service["spec"]["ports"]:
             target = port.get("targetPort", port["port"])
             number = ports.get(target) if isinstance(target, str) else target
@@ -346,8 +347,16 @@ def _services(mesh: Manifests) -> Iterator[str]:
                 yield f"{title(service)}: {chosen[0]} opens no port {target}"
             elif number != port["port"]:
                 yield f"{title(service)}: offers {number} as {port['port']}"
-            if chosen[0] in code.SETTINGS and port["name"] == "grpc" and port.get("appProtocol") != "kubernetes.io/h2c":
-                yield f"{title(service)}: does not declare HTTP/2"
+            if chosen[0] in code.SETTINGS and port.get("appProtocol") != _protocol(port["name"], bool(encrypted)):
+                spoken = "HTTP/2" if port["name"] == "grpc" else "HTTP"
+                yield f"{title(service)}: does not declare {spoken} {'over' if encrypted else 'without'} TLS"
+
+
+def _protocol(port: str, encrypted: bool) -> str:
+    """What a port has to be declared as, for proxies that connect to it."""
+    if encrypted:
+        return "https"
+    return "kubernetes.io/h2c" if port == "grpc" else "http"
 
 
 def _selectors(mesh: Manifests) -> Iterator[str]:

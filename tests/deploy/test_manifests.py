@@ -42,6 +42,11 @@ def test_the_manifests_agree_with_the_code(rendered: dict[str, list[Object]], ov
     assert manifests.problems(rendered[overlay]) == []
 
 
+def test_the_ports_of_the_base_are_declared_as_plain_ones() -> None:
+    found = manifests.problems(manifests.render(KUSTOMIZE / "base"))
+    assert not [each for each in found if "declare" in each]
+
+
 def test_every_service_has_a_deployment(rendered: dict[str, list[Object]]) -> None:
     for objects in rendered.values():
         deployed = map(manifests.without_role, manifests.Manifests(objects).deployments)
@@ -213,6 +218,10 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "protocol": (
         lambda m: named(m, "Service", "weft-worker")["spec"]["ports"][0].pop("appProtocol"),
         "does not declare HTTP/2",
+    ),
+    "protocol without TLS": (
+        lambda m: named(m, "Service", "weft-gateway")["spec"]["ports"][1].update(appProtocol="http"),
+        "does not declare HTTP over TLS",
     ),
     "service selector": (
         lambda m: named(m, "Service", "weft-scheduler")["spec"].update(selector={"app": "scheduler"}),
