@@ -36,6 +36,8 @@ _LOCK_NAME = "\0weft-gateway-{}"
 _MOST_STARTS = 3
 """Starts of the first member, if none ever listened, before the gateway is given up."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S, _SETTLED_S = 0.2, 10.0, 10.0
+_NO_PROCESS_S = 5.0
+"""Seconds until another try where the machine has no process, memory or descriptor for a member."""
 _START_S = 60.0
 _SCRAPE_S = 2.0
 _KILL_S = 3.0
@@ -128,16 +130,20 @@ class _Running:
 
     @classmethod
     async def start(cls, number: int, environment: dict[str, str], usage: UsageTable) -> "_Running":
-        """Starts the process."""
+        """Starts the process. Raises OSError."""
         own, its = socket.socketpair()
         with its:
             link = await Link.open(own)
             # `-m` alone would import from the current folder.
             path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, *path, "-m", "services.gateway", *arguments(number, its.fileno(), usage.descriptor),
-                env={**os.environ, **environment}, pass_fds=[its.fileno(), usage.descriptor],
-            )  # fmt: skip
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    sys.executable, *path, "-m", "services.gateway", *arguments(number, its.fileno(), usage.descriptor),
+                    env={**os.environ, **environment}, pass_fds=[its.fileno(), usage.descriptor],
+                )  # fmt: skip
+            except OSError:
+                link.close()
+                raise
         return cls(number, child, link)  # Nothing is awaited in between: a process that runs has an owner.
 
     async def listens(self, seconds: float) -> bool:
@@ -215,7 +221,12 @@ class Supervisor:
             await self._first_listens.wait()
         failures = 0
         while True:
-            member = await self._filled(place)
+            try:
+                member = await self._filled(place)
+            except OSError as error:
+                log.warning("a gateway process cannot be started now", reason=error.strerror)
+                await asyncio.sleep(_NO_PROCESS_S)
+                continue
             code = await member.child.wait()
             if self._members[place] is not member:  # It was replaced.
                 failures = 0
@@ -229,7 +240,7 @@ class Supervisor:
             await asyncio.sleep(min(_FIRST_BACKOFF_S * 2 ** (failures - 1), _LONGEST_BACKOFF_S))
 
     async def _filled(self, place: int) -> _Running:
-        """The member of a place, which is started if the last one has ended."""
+        """The member of a place, which is started if the last one has ended. Raises OSError."""
         async with self._starting[place]:
             member = self._members[place]
             if member is None or member.child.returncode is not None:
@@ -237,10 +248,14 @@ class Supervisor:
             return member
 
     async def _start(self) -> _Running:
-        """Starts a member under a number that no living one has."""
+        """Starts a member under a number that no living one has. Raises OSError."""
         number = next(each for each in range(len(self._numbers) + 1) if each not in self._numbers)
         self._numbers.add(number)
-        member = await _Running.start(number, self._environment, self._usage)
+        try:
+            member = await _Running.start(number, self._environment, self._usage)
+        except OSError:
+            self._numbers.discard(number)
+            raise
         self._living[member] = asyncio.create_task(self._watch(member))
         return member
 
@@ -261,7 +276,11 @@ class Supervisor:
         """Replaces the members one after the other: each ends only when its successor listens."""
         for place, starting in enumerate(self._starting):
             async with starting:  # If the old one dies meanwhile, its successor is the next one at its place.
-                successor = await self._start()
+                try:
+                    successor = await self._start()
+                except OSError as error:
+                    log.warning("a replacement cannot be started: the others stay", reason=error.strerror)
+                    return
                 if not await successor.listens(_START_S):
                     log.warning("a replacement did not listen in time: the others stay", seconds=_START_S)
                     await successor.drain(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -147,3 +148,26 @@ async def test_a_gateway_of_which_no_member_is_left_ends_when_its_settings_are_r
     started[0].end(os.EX_CONFIG)
     assert await asyncio.wait_for(running, SOON_S) == os.EX_CONFIG
     assert len(started) == 1
+
+
+async def test_a_member_that_cannot_be_started_now_is_started_later(
+    started: list[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(processes, "_NO_PROCESS_S", 0.0)
+    starts = asyncio.create_subprocess_exec
+    failures = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 3
+
+    async def start(*arguments: Any, **options: Any) -> Any:
+        if len(started) == 2 and failures:
+            raise failures.pop()
+        return await starts(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    async with supervised(started) as supervisor:
+        os.kill(os.getpid(), signal.SIGHUP)  # A replacement fails, and the others stay.
+        await until(lambda: len(failures) == 2)
+        started[0].end(-signal.SIGKILL)
+        await until(lambda: len(started) == 3)
+        assert started[1].returncode is None
+        assert supervisor._numbers == {0, 1}
