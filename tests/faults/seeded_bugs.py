@@ -147,7 +147,7 @@ BUGS = (
         'parts += [f"fetched in {self.fetch_dtype}"] if self.fetch_dtype != "auto" else []', "pass",
         "worker/test_fp8_fetches.py::test_two_models_never_share_rounded_blocks"),
     # ---- poison ----
-    Bug("a poisoned request is never blamed", _POISON, "        if culprit:\n", "        if False:\n",
+    Bug("a poisoned request is never blamed", _POISON, "        if self.suspect(culprit):\n", "        if False:\n",
         "scheduler/test_poison.py::test_a_request_that_kills_two_workers_is_refused_and_stays_refused"),
     Bug("the neighbours of a poisoned request are blamed", _POISON, "record.suspect = True",
         "record.suspect = record.poisoned = True",

@@ -134,6 +134,39 @@ def test_a_worker_that_comes_back_was_not_dead(stage: Stage) -> None:
     assert isinstance(stage.submit("b", fingerprint=b"a"), Assigned), "only the link was cut"
 
 
+def cut(stage: Stage, mark: str, worker: str, attempt: int) -> None:
+    """The link from a gateway to a worker breaks; the worker lives, and its link to the scheduler holds."""
+    stage.submit(mark, attempt=attempt + 1, fingerprint=mark.encode(), lost_on=worker, avoid=frozenset({worker}))
+
+
+def test_a_worker_that_goes_on_reporting_was_not_dead(stage: Stage) -> None:
+    """Both links of the gateway broke at once, and no worker died."""
+    for worker in ("w1", "w2"):
+        stage.worker(worker, credits=8)
+    start(stage, "a")
+    first = where(stage)["a"]
+    cut(stage, "a", first, 1)
+    cut(stage, "a", where(stage)["a"], 2)
+    assert where(stage)["a"] == "POISONED"
+    stage.pass_time(0.9, heartbeat=["w1", "w2"])
+    assert isinstance(stage.submit("soon", fingerprint=b"a"), Rejected), "the last reports of a dead worker may be late"
+    stage.pass_time(0.2, heartbeat=["w1", "w2"])
+    assert isinstance(stage.submit("later", fingerprint=b"a"), Assigned)
+    assert not stage.suspects()
+
+
+def test_a_suspect_of_a_link_that_broke_is_not_blamed_for_one_death(stage: Stage) -> None:
+    for worker in ("w1", "w2"):
+        stage.worker(worker, credits=8)
+    start(stage, "a")
+    first = where(stage)["a"]
+    cut(stage, "a", first, 1)
+    second = where(stage)["a"]
+    stage.pass_time(1.1, heartbeat=["w1", "w2"])
+    die(stage, second, ("a", 2))
+    assert where(stage)["a"] == first
+
+
 def test_a_client_that_leaves_at_the_death_hides_nothing(stage: Stage) -> None:
     stage.worker("w1", credits=8)
     start(stage, "a")

@@ -76,6 +76,7 @@ class Membership:
     def update(self, worker: WorkerRecord, report: WorkerReport, now: float) -> None:
         """Applies a worker's report: its progress, its cached blocks, and the jobs that ended or never arrived."""
         worker.update(report, now)
+        self._state.poison.reported(worker.id, now)
         model = self._state.models[worker.hello.card.name]
         model.index.remove(worker.id, report.evicted_keys)
         model.index.add(worker.id, report.stored_keys)

@@ -17,6 +17,8 @@ Value = TypeVar("Value")
 
 REMEMBER_S = 600.0
 """How long a death is held against a fingerprint after the last one."""
+_ALIVE_S = 1.0
+"""A worker that reports so long after its death was reported lives. A dead one's link to the scheduler ends at once."""
 _MOST_RECORDS = 4096
 _MOST_COMPANY = 8
 """Most jobs of a worker that all are suspects at its death."""
@@ -40,8 +42,8 @@ class PoisonWatch:
         self._records: OrderedDict[bytes, _Record] = OrderedDict()
         self._blamed: OrderedDict[str, bytes] = OrderedDict()
         """By dead worker: the fingerprint that was on probation there."""
-        self._company: OrderedDict[str, int] = OrderedDict()
-        """By dead worker: how many jobs it had."""
+        self._company: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """By dead worker: how many jobs it had, and when its death was reported first."""
         self.changed: set[bytes] = set()
         """Fingerprints that have become suspect, poisoned, or neither; whoever handles them clears the set."""
 
@@ -50,8 +52,8 @@ class PoisonWatch:
         probation, empty for none."""
         worker_id, mark = submit.lost_on, submit.fingerprint
         culprit = _keep(self._blamed, worker_id, probation)
-        company = _keep(self._company, worker_id, jobs)
-        if culprit:
+        company, _ = _keep(self._company, worker_id, (jobs, now))
+        if self.suspect(culprit):
             self._poison(culprit, worker_id, now)
         elif mark:
             record = self._record(mark, now)
@@ -66,6 +68,11 @@ class PoisonWatch:
         if probation and worker_id not in self._blamed:
             _keep(self._blamed, worker_id, probation)
             self._poison(probation, worker_id, now)
+
+    def reported(self, worker_id: str, now: float) -> None:
+        """A worker has reported. Where it was taken for dead, only a gateway's link to it was cut."""
+        if worker_id in self._company and now - self._company[worker_id][1] > _ALIVE_S:
+            self.alive(worker_id)
 
     def alive(self, worker_id: str) -> None:
         """A worker that was taken for dead has come back: only its links were cut."""
