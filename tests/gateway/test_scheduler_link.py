@@ -235,3 +235,14 @@ async def test_another_connection_counts_from_the_beginning(
         await until(lambda: link.refusal("", "t") is None)
         scheduler.release()
         assert len(await asyncio.gather(*waiting)) == 40
+
+
+async def test_the_suspects_of_an_earlier_connection_are_forgotten(scheduler: FakeScheduler) -> None:
+    """A scheduler that has none sends no list: it is another one, or its last suspect was cleared meanwhile."""
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
+        scheduler.send(mesh.DispatchResponse(suspects=mesh.Suspects(fingerprints=[b"mark"])))
+        await until(lambda: link.suspects == {b"mark"})
+        scheduler.hang_up()
+        await link.submit(mesh.Submit(job_id="job", attempt=1))
+        assert not link.suspects

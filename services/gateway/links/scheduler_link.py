@@ -286,6 +286,7 @@ class SchedulerLink:
             self._refusals.accepted()
             log.info("scheduler connected", epoch=message.hello.epoch, unanswered=len(self._submissions))
             self._connected = True
+            self.suspects = frozenset()  # The list of this scheduler follows, unless it is empty.
             if self._unsent is not None:
                 self._unsent.joins = message.hello.reads_more
             self._unread = UnreadSubmissions() if message.hello.counts_submissions else None
