@@ -252,6 +252,13 @@ async def test_a_second_mesh_in_one_folder_has_separate_data_and_logs(tmp_path: 
         assert again.home == tmp_path
 
 
+async def test_the_plan_names_how_tools_reach_another_scheduler_and_folder(tmp_path: Path) -> None:
+    async with planned(spec_of(tmp_path)) as first, planned(spec_of(tmp_path)) as second:
+        schedulers = [environments(mesh)["scheduler"]["WEFT_LISTEN"] for mesh in (first, second)]
+        assert first.tools == f"weft adapters list --scheduler {schedulers[0]}"
+        assert second.tools == f"WEFT_HOME={tmp_path}/mesh-2 weft adapters list --scheduler {schedulers[1]}"
+
+
 async def test_a_redis_ends_with_its_mesh_and_not_with_another(tmp_path: Path) -> None:
     async with redis_of(tmp_path) as first:
         async with redis_of(tmp_path) as second:

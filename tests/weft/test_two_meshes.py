@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from tests.ports import free_port
-from tests.weft.test_cli import lines_of_start, start_weft
+from tests.weft.test_cli import lines_of_start, run_weft, start_weft
 from weft import Client
 
 START_S = 100.0
@@ -44,12 +44,23 @@ async def workers_of_a_hit(client: Client) -> list[str]:
                 return workers
 
 
+async def use_tools(home: Path, printed: list[str]) -> None:
+    """Runs the command that the mesh has printed for its inner ports, if any: without it the defaults reach it."""
+    for line in printed:
+        if command := re.search(r"as in: (?:WEFT_HOME=(\S+) )?weft (adapters list.*)", line):
+            folder, arguments = command.groups()
+            code, output = await run_weft(*arguments.split(), home=Path(folder or home))
+            assert code == 0, output
+
+
 async def test_two_meshes_in_one_folder_share_nothing(tmp_path: Path) -> None:
     ports = (free_port(), free_port())
     (first, printed), (second, printed_too) = await asyncio.gather(*(serve(tmp_path, port) for port in ports))
     data = {re.search(r"data in (\S+)", lines[0])[1] for lines in (printed, printed_too)}  # type: ignore[index]
     assert len(data) == 2
     assert not any("open to other machines" in line for line in printed + printed_too)
+    for lines in (printed, printed_too):
+        await use_tools(tmp_path, lines)
     async with Client(f"127.0.0.1:{ports[0]}") as one, Client(f"127.0.0.1:{ports[1]}") as other:
         # Each computes the same prompt anew: they share neither workers nor a Redis.
         (hit, workers), (hit_too, workers_too) = await ask(one, "Once"), await ask(other, "Once")

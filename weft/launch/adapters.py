@@ -78,7 +78,8 @@ async def _workers(scheduler: str, model: str, *, alone: bool = False) -> list[m
         try:
             overview = await stub.Overview(mesh.OverviewRequest(), timeout=_TIMEOUT_S)
         except aio.AioRpcError:
-            raise AdaptersError(f"no scheduler answers at {scheduler}: name its address with --scheduler") from None
+            hint = "name its address with --scheduler, and the folder of its secret with WEFT_HOME"
+            raise AdaptersError(f"no scheduler answers at {scheduler}: {hint}") from None
     found = [worker for worker in overview.workers if model in ("", worker.model)]
     if not found:
         raise AdaptersError(f"the scheduler at {scheduler} has no worker{f' of {model}' if model else ''}")

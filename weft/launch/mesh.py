@@ -39,6 +39,8 @@ class Running:
     supervisor: Supervisor
     tls: bool = False
     """The ports for callers are encrypted."""
+    tools: str = ""
+    """A command that reaches the inner ports; empty: it needs no more than its defaults."""
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +59,8 @@ async def up(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> Asy
                 plan.wait_served(mesh.address, spec.workers * len(spec.models), mesh.reach)
             )
             progress.done()
-            yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor, tls=bool(mesh.reach.door))
+            door = bool(mesh.reach.door)
+            yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor, door, mesh.tools)
 
 
 async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> None:
@@ -76,6 +79,8 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
                     out.print(f"playground and live view: [bold]{scheme}://{mesh.http_address}/[/bold]")
             if mesh.listen != mesh.address:
                 out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
+            if mesh.tools:
+                out.print(f"adapters and profiles, as in: {mesh.tools}", markup=False)
             address = f"{TLS_PREFIX if mesh.tls else ''}{mesh.address}"
             where = "" if address == DEFAULT_ADDRESS else f" --address {address}"
             where += "" if mesh.models else " --api-key KEY"

@@ -103,6 +103,8 @@ class MeshPlan:
     """Which Redis is used, to be printed: without a password."""
     home: Path
     """Where this mesh keeps its data and logs."""
+    tools: str
+    """A command that reaches the inner ports of this mesh; empty: it needs no more than its defaults."""
     ports: HeldPorts
     """The ports of the mesh; further ones may be taken."""
 
@@ -186,7 +188,8 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
     if spec.gateways is not None:
         own[PROCESSES_SETTING] = str(spec.gateways)
     service("gateway", "gateway", listen, own, reached_at=address)
-    return MeshPlan(specs, mesh_id, own_reach, address, listen, http_address, redis, home.folder, ports)
+    tools = _tools(scheduler, home)
+    return MeshPlan(specs, mesh_id, own_reach, address, listen, http_address, redis, home.folder, tools, ports)
 
 
 def _ranks(settings: Mapping[str, str]) -> int:
@@ -274,6 +277,13 @@ def _redis(spec: MeshSpec, home: Home) -> tuple[str, str, list[ProcessSpec]]:
         inherited=(home.lock,),
     )
     return redis.url, description, [process]
+
+
+def _tools(scheduler: str, home: Home) -> str:
+    """How `weft adapters` and `weft bench --profile` reach a mesh whose scheduler or folder is not the default."""
+    folder = f"WEFT_HOME={_short(home.folder)} " if home.shared_with is not None else ""
+    flag = "" if scheduler == SCHEDULER_ADDRESS else f" --scheduler {scheduler}"
+    return f"{folder}weft adapters list{flag}" if folder or flag else ""
 
 
 def _check_host(host: str) -> None:
