@@ -158,11 +158,14 @@ async def test_a_worker_is_profiled_under_load(mesh: Mesh, tmp_path: Path) -> No
 
 async def test_a_failed_profile_is_reported_in_one_line(mesh: Mesh, tmp_path: Path) -> None:
     common = ("bench", "--address", mesh.gateways[0].address, "--profile", str(tmp_path / "trace.json.gz"))
-    load = ("--requests", "8", "--output-len", "50")
+    out = tmp_path / "result.json"
+    load = ("--requests", "8", "--output-len", "50", "--json", str(out))
     away = await weft(*common, *load, "--scheduler", f"127.0.0.1:{free_port()}")
     assert away.exit_code == 1
     assert "no scheduler answers at" in away.output
     assert "Traceback" not in away.output
+    assert json.loads(out.read_text())["completed"] == 8, "the load is measured all the same"
+    assert "output tokens/s" in away.output
 
 
 async def test_a_load_that_cannot_be_run_is_refused_in_one_line(mesh: Mesh) -> None:

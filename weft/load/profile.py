@@ -66,7 +66,8 @@ async def finish(taking: "asyncio.Task[dict[str, Any]]") -> dict[str, Any]:
         async with asyncio.timeout(_GRACE_S):
             return await taking
     except TimeoutError:
-        raise ProfileError("no profile: the load ended before all steps were observed") from None
+        hint = "use more requests, or name the scheduler of this mesh with --scheduler"
+        raise ProfileError(f"no profile: the load ended before all steps were observed: {hint}") from None
 
 
 async def _worker(scheduler: str, model: str) -> mesh.WorkerOverview:
@@ -75,7 +76,8 @@ async def _worker(scheduler: str, model: str) -> mesh.WorkerOverview:
         try:
             overview = await stub.Overview(mesh.OverviewRequest(), timeout=_TIMEOUT_S)
         except aio.AioRpcError:
-            raise ProfileError(f"no scheduler answers at {scheduler}: name its address with --scheduler") from None
+            hint = "name its address with --scheduler, and the folder of its secret with WEFT_HOME"
+            raise ProfileError(f"no scheduler answers at {scheduler}: {hint}") from None
     found = [worker for worker in overview.workers if model in ("", worker.model)]
     if not found:
         raise ProfileError(f"the scheduler at {scheduler} has no worker of {model}")
