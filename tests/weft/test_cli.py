@@ -187,7 +187,7 @@ async def test_impossible_flags_are_refused_before_a_call(
     assert (result.exit_code, result.stderr, mesh.requests) == (2, message, [])
 
 
-@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"], ["top"]])
+@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"], ["top"], ["doctor"]])
 @pytest.mark.parametrize("address", ["", "localhost", "http://127.0.0.1:8000", "127.0.0.1:many"])
 def test_what_is_no_address_is_refused(command: list[str], address: str) -> None:
     result = CliRunner().invoke(app, [*command, "--address", address])

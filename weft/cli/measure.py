@@ -163,6 +163,8 @@ def doctor(
 
     from report.console import console
     from weft.cli import doctor as checks
+    from weft.cli.reach import require_address
 
+    require_address(address)
     findings = asyncio.run(checks.examine(address, scheduler, redis_url))
     raise typer.Exit(checks.print_findings(findings, console()))

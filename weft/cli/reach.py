@@ -12,16 +12,21 @@ def require_mesh(*addresses: str) -> None:
     """Ends the command with one line if an address is none, if nothing listens there, or if the file of authorities
     cannot be read."""
     for address in addresses:
-        host, _, port = address.removeprefix(TLS_PREFIX).rstrip("/").rpartition(":")
-        known = address.startswith(("unix:", "dns:", "ipv4:", "ipv6:"))
-        if not known and not (host and "/" not in host and port.isdecimal()):
-            fail(f"--address: {address!r} is neither host:port nor https://host:port", usage=True)
+        require_address(address)
         if not listens(address):
             fail(no_mesh(address))
         try:
             authorities(address)
         except CaFileError as error:
             fail(str(error), usage=True)
+
+
+def require_address(address: str) -> None:
+    """Ends the command with one line if an address is none."""
+    host, _, port = address.removeprefix(TLS_PREFIX).rstrip("/").rpartition(":")
+    known = address.startswith(("unix:", "dns:", "ipv4:", "ipv6:"))
+    if not known and not (host and "/" not in host and port.isdecimal()):
+        fail(f"--address: {address!r} is neither host:port nor https://host:port", usage=True)
 
 
 def listens(address: str) -> bool:
