@@ -289,6 +289,8 @@ async def test_a_broken_connection_is_reported_in_one_line(command: list[str]) -
     await server.wait_closed()
     assert (code, len(output.splitlines())) == (1, 1), output
     assert not any(raw in output for raw in ("ipv4:", "last error", "failed to connect", "Socket closed"))
+    if command[0] != "bench":
+        assert "perhaps it is the HTTP port or needs https" in output
 
 
 def test_the_version_is_printed() -> None:

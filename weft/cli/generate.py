@@ -181,8 +181,13 @@ def client_of(address: str, api_key: str, deadline_s: float | None) -> "Iterator
             yield client
         except WeftError as error:
             if not error.reason and error.code.name == "UNAVAILABLE":
-                hint = "; or its certificate is not trusted: see WEFT_CA_FILE" if address.startswith("https:") else ""
-                fail(f"the connection to {address} was lost and could not be made again{hint}")
+                secure = address.startswith("https:")
+                hint = (
+                    "its certificate is not trusted: see WEFT_CA_FILE"
+                    if secure
+                    else "it is the HTTP port or needs https"
+                )
+                fail(f"the connection to {address} was lost and could not be made again; perhaps {hint}")
             if not error.reason and error.code.name == "UNIMPLEMENTED":
                 fail(f"{address} is no gateway of Weft")
             fail(str(error))
