@@ -293,6 +293,17 @@ async def test_a_broken_connection_is_reported_in_one_line(command: list[str]) -
         assert "perhaps it is the HTTP port or needs https" in output
 
 
+async def test_embed_writes_a_vector_for_each_line_of_a_file(weft: Weft, tmp_path: Path) -> None:
+    file = tmp_path / "texts"
+    file.write_text("a line\u2028separator\n\nform\x0cfeed\r\nlast", encoding="utf-8")
+    result = await weft("embed", "--file", str(file))
+    assert result.stdout == "[16.0, 0.5]\n[9.0, 0.5]\n[4.0, 0.5]\n"
+    file.write_bytes(b"\xff")
+    for name, reason in ((file, "not a text file"), (tmp_path / "none", "No such file or directory")):
+        result = await weft("embed", "--file", str(name))
+        assert (result.exit_code, result.stderr) == (1, f"weft: {name} cannot be read: {reason}\n")
+
+
 def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"weft {importlib.metadata.version('weft')}\n")

@@ -30,8 +30,9 @@ def embed(
         try:
             content = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            fail(f"{file} cannot be read: {type(error).__name__}")
-        lines = [line for line in content.splitlines() if line.strip()]
+            fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}")
+        # Not splitlines: a line of text may contain U+2028 or a form feed.
+        lines = [line for line in content.split("\n") if line.strip()]
         if not lines:
             fail(f"{file} has no text")
     given = {"dimensions": dimensions, "prompt_name": prompt_name}
