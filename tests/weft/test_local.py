@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from grpc import aio
 
+from protos import inference_pb2 as api
 from services import rpc
 from services.cache.embedded import EmbeddedRedis
 from tests.ports import free_port
 from tests.weft.test_supervisor import alive
 from weft.launch import plan
 from weft.launch.home import locked_home
+from weft.launch.mesh import first_command
 from weft.launch.plan import CannotServe, MeshPlan, MeshSpec, OpenToOthers, PortTaken, planned
 from weft.launch.ports import HeldPorts
 from weft.launch.supervisor import Supervisor
@@ -200,6 +202,23 @@ async def test_a_service_of_another_mesh_is_never_ready() -> None:
     answers = [await plan.serving(address, "weft.v1.Cache", mesh)() for mesh in ("a", "b", "")]
     await server.stop(0)
     assert answers == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("models", "command"),
+    [
+        ([], "generate 'Once upon a time'"),
+        ([api.Model(name="fox", tasks=["generate"])], "generate 'Once upon a time'"),
+        ([api.Model(name="fox", tasks=["generate"]), api.Model(name="fox:poems", base="fox", tasks=["generate"])],
+         "generate 'Once upon a time'"),
+        ([api.Model(name="vixen", tasks=["embed"]), api.Model(name="fox", tasks=["generate"])],
+         "generate 'Once upon a time' --model fox"),
+        ([api.Model(name="vixen", tasks=["embed"])], "embed 'Once upon a time'"),
+        ([api.Model(name="vixen", tasks=["rank"])], "models"),
+    ],
+)  # fmt: skip
+def test_the_command_to_try_is_one_that_the_models_answer(models: list[api.Model], command: str) -> None:
+    assert first_command(models) == command
 
 
 # ---- hosts ----

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -84,10 +84,20 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
             address = f"{TLS_PREFIX if mesh.tls else ''}{mesh.address}"
             where = "" if address == DEFAULT_ADDRESS else f" --address {address}"
             where += "" if mesh.models else " --api-key KEY"
-            out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)", markup=False)
+            out.print(f"try: weft {first_command(mesh.models)}{where}   (Ctrl-C stops)", markup=False)
             await mesh.supervisor.during(asyncio.Event().wait())
     except asyncio.CancelledError:
         out.print("stopped")
+
+
+def first_command(models: Sequence[api.Model]) -> str:
+    """A command that these models answer, without the address; the first model is named if there are several."""
+    own = [model for model in models if not model.base]
+    for task, command in (("generate", "generate 'Once upon a time'"), ("embed", "embed 'Once upon a time'")):
+        able = [model.name for model in own if task in model.tasks]
+        if able or not own:
+            return f"{command} --model {able[0]}" if len(own) > 1 else command
+    return "models"
 
 
 def _stop_on_signals(supervisor: Supervisor) -> None:
