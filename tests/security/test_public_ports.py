@@ -134,6 +134,10 @@ async def test_a_batch_is_answered_over_tls(mesh: Mesh, files: Files, tmp_path: 
     strange = await asyncio.to_thread(CliRunner().invoke, app, ["batch", paths[0], f"{paths[1]}.2", "--url", url])
     assert strange.exit_code == 1
     assert strange.stderr.splitlines()[-1] == f"weft: the certificate of {url} is not trusted: see WEFT_CA_FILE"
+    other = url.replace("localhost", "127.1")  # another way to write 127.0.0.1, which is not in the certificate
+    arguments = ["batch", paths[0], f"{paths[1]}.3", "--url", other]
+    named = await asyncio.to_thread(CliRunner().invoke, app, arguments, env={"WEFT_CA_FILE": str(files.ca)})
+    assert named.stderr.splitlines()[-1] == f"weft: the certificate of {other} is for another name"
 
 
 async def test_a_client_refuses_a_gateway_with_a_certificate_of_a_stranger(mesh: Mesh) -> None:

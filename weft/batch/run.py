@@ -124,7 +124,8 @@ class Batch:
                 response = await client.post(request.url, json=body)
             except httpx.TransportError as error:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                    raise MeshGone(f"the certificate of {self._spec.url} is not trusted: see {CA_FILE}") from None
+                    fault = "for another name" if "mismatch" in str(error) else f"not trusted: see {CA_FILE}"
+                    raise MeshGone(f"the certificate of {self._spec.url} is {fault}") from None
                 self._check_patience()
             else:
                 status = response.status_code

@@ -183,7 +183,7 @@ def client_of(address: str, api_key: str, deadline_s: float | None) -> "Iterator
             if not error.reason and error.code.name == "UNAVAILABLE":
                 secure = address.startswith("https:")
                 hint = (
-                    "its certificate is not trusted: see WEFT_CA_FILE"
+                    "its certificate is for another name or not trusted: see WEFT_CA_FILE"
                     if secure
                     else "it is the HTTP port or needs https"
                 )
