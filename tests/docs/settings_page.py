@@ -33,7 +33,8 @@ common variables of the workers. Other variables:
 - `WEFT_CA_FILE`, the PEM file of the authorities that a gateway's certificate is checked against, unless they are those
   of the system: every command that takes `https://host:port` as the address, and the Python client.
 - `WEFT_SCHEDULER_ADDRESS`: `weft adapters`, `weft bench --profile` and `weft doctor`.
-- `WEFT_HOME`, where `weft serve` and `make demo` keep data and logs: `.weft` in the current folder unless it is set.
+- `WEFT_HOME`, where `weft serve` and `make demo` keep data, logs and the secret of the mesh, which `weft adapters` and
+  `weft bench --profile` read there: `.weft` in the current folder unless it is set.
 - `OTEL_...`, the standard variables for traces: every process; see [operations.md](operations.md#traces).
 """
 _KINDS = {
