@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
@@ -20,14 +21,19 @@ _LINE_EVERY_S = 10.0
 def console(*, stderr: bool = False) -> Console:
     """Standard output (or error): colours on a terminal, plain text elsewhere, where no name or cell is cut short.
 
-    Characters that its encoding lacks become question marks.
+    Characters that its encoding lacks become question marks. Brackets are text: an answer may contain `[/INST]`.
     """
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     if stream.isatty():
-        return Console(highlight=False, stderr=stderr)
-    return Console(highlight=False, stderr=stderr, soft_wrap=True, width=_UNBOUNDED_WIDTH)
+        return Console(highlight=False, markup=False, stderr=stderr)
+    return Console(highlight=False, markup=False, stderr=stderr, soft_wrap=True, width=_UNBOUNDED_WIDTH)
+
+
+def bold(text: str) -> str:
+    """The text in bold, for a line that is printed with `markup=True`; brackets in it are text."""
+    return f"[bold]{escape(text)}[/bold]"
 
 
 def amount(count: int) -> str:

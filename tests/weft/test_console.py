@@ -5,7 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from report.console import amount, console, progress
+from protos import inference_pb2 as api
+from report.console import amount, bold, console, progress
+from weft.cli.terminal import AnswerWriter, models_table
 
 
 def written(*updates: tuple[str, int, int], every_s: float) -> list[str]:
@@ -47,3 +49,17 @@ def test_a_long_name_is_not_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], mo
 @pytest.mark.parametrize(("count", "text"), [(999, "999"), (11_300_000, "11.3 M"), (8_000_000_000, "8.0 B")])
 def test_large_counts_have_a_unit(count: int, text: str) -> None:
     assert amount(count) == text
+
+
+def test_brackets_are_text_in_every_output(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = [api.TokenLogprob(text=text, logprob=-1.0) for text in ("[/INST]", " [i]", "[name", "]")]
+    delta = api.Delta(finish_reason=api.FINISH_REASON_STOP)
+    delta.logprobs.extend(api.PositionLogprobs(chosen=token, top=tokens) for token in tokens)
+    AnswerWriter(1, logprobs=True).add(delta)
+    out = console()
+    out.print(models_table([api.Model(name="fox[v2]")], out.width))
+    out.print(f"{bold('fox[v2]')} at {bold('[fd00::1]:50051')}", markup=True)
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"{token.text!r} ") == 1 + len(tokens) for token in tokens)
+    assert "\nfox[v2] " in printed
+    assert printed.endswith("fox[v2] at [fd00::1]:50051\n")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from protos import inference_pb2 as api
-from report.console import console
+from report.console import bold, console
 from weft.cli.terminal import speed, write
 from weft.client.blocking import SyncClient
 from weft.client.errors import WeftError
@@ -45,7 +45,7 @@ def run(client: SyncClient, model: api.Model, system: str, options: Options, sta
     """Reads questions and writes answers until /exit or the end of the input. Ctrl-C interrupts an answer only."""
     out = console()
     kind = "/exit leaves" if model.chat else "no chat template: it continues what you write; /exit leaves"
-    out.print(f"[bold]{model.name}[/bold] ({kind})")
+    out.print(f"{bold(model.name)} ({kind})", markup=True)
     conversation = Conversation(model.chat, system)
     for line in _lines():
         if line == "/exit":

@@ -35,7 +35,7 @@ _MODELS = {
 """The columns of the table of models, each with its level (see `fitted`)."""
 _OPTIONAL = {"aliases", "adapter of", "loading"}
 """Columns that are shown only if a model has something in them."""
-_RULER = Console(width=10_000, file=io.StringIO())
+_RULER = Console(width=10_000, file=io.StringIO(), markup=False)
 
 
 def write(text: str) -> None:

@@ -13,7 +13,7 @@ from rich.status import Status
 from rich.text import Text
 
 from protos import inference_pb2 as api
-from report.console import amount
+from report.console import amount, bold
 from weft.client.api import DEFAULT_ADDRESS
 from weft.client.channel import TLS_PREFIX
 from weft.launch import plan
@@ -69,14 +69,15 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
         async with up(spec, out, verbose=verbose) as mesh:
             for model in mesh.models:
                 size = f"{amount(model.parameters)} parameters, context {model.context_length}"
-                out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
+                out.print(f"serving {bold(model.name)} ({size}) at {bold(mesh.address)}", markup=True)
             if not mesh.models:
-                out.print(f"serving at [bold]{mesh.address}[/bold], for callers with an API key")
+                out.print(f"serving at {bold(mesh.address)}, for callers with an API key", markup=True)
             scheme = "https" if mesh.tls else "http"
             if mesh.http_address:
-                out.print(f"OpenAI's API: [bold]{scheme}://{mesh.http_address}/v1[/bold]")
+                out.print(f"OpenAI's API: {bold(f'{scheme}://{mesh.http_address}/v1')}", markup=True)
                 if os.environ.get("WEFT_GATEWAY_PAGE", "").lower() not in _FALSE:
-                    out.print(f"playground and live view: [bold]{scheme}://{mesh.http_address}/[/bold]")
+                    page = f"{scheme}://{mesh.http_address}/"
+                    out.print(f"playground and live view: {bold(page)}", markup=True)
             if mesh.listen != mesh.address:
                 out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
             if mesh.tools:
