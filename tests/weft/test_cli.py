@@ -24,7 +24,7 @@ from services.security.certificates import Authority
 from tests.mesh.forked import Forked
 from tests.mesh.harness import ROOT, WITH_PARENT
 from tests.ports import free_port
-from tests.weft.fakes import WORDS, FakeMesh, fails, served
+from tests.weft.fakes import WORDS, Context, FakeMesh, fails, served
 from weft.cli import demo, serve
 from weft.cli.app import app
 from weft.cli.chat import Conversation
@@ -456,6 +456,24 @@ async def test_chat_reads_lines_and_answers(weft: Weft, mesh: FakeMesh) -> None:
     assert result.stdout.count(" indeed\nfirst token 30 ms, ") == 2
     texts = [request.prompt.text for request in mesh.requests]
     assert texts == ["It rains.", "It rains. indeed Still."]
+
+
+async def test_chat_asks_for_a_model_where_several_are_served() -> None:
+    class Several(FakeMesh):
+        names: tuple[str, ...] = ("fox", "fox:poems", "hare")
+
+        async def ListModels(self, request: api.ListModelsRequest, context: Context) -> api.ListModelsResponse:
+            models = [api.Model(name=name, base="fox" if ":" in name else "", workers=1) for name in self.names]
+            return api.ListModelsResponse(models=models)
+
+    mesh = Several()
+    async with served(mesh) as address:
+        chat = ["chat", "--address", address]
+        result = await asyncio.to_thread(CliRunner().invoke, app, chat, input="hello\n")
+        assert (result.exit_code, result.stderr) == (2, "weft: --model: one of fox, hare\n")
+        mesh.names = ("fox", "fox:poems")
+        result = await asyncio.to_thread(CliRunner().invoke, app, chat, input="hello\n")
+        assert (result.exit_code, TEXT in result.stdout) == (0, True)
 
 
 async def test_a_failed_question_does_not_end_the_chat(weft: Weft, mesh: FakeMesh) -> None:

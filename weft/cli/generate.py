@@ -140,9 +140,11 @@ def chat(
     }
     with client_of(address, api_key, deadline) as client:
         served = [known for known in client.models() if known.workers]
-        chosen = [known for known in served if model in ("", known.name, *known.aliases)]
+        chosen = [known for known in served if (model in (known.name, *known.aliases) if model else not known.base)]
         if not chosen:
             fail(not_served(address, model, [known.name for known in served]))
+        if not model and len(chosen) > 1:
+            fail(f"--model: one of {', '.join(known.name for known in chosen)}", usage=True)
         conversation.run(client, chosen[0], system, options, stats)
 
 
