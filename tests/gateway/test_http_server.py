@@ -1,4 +1,4 @@
-"""The HTTP server accepts many new connections in a few turns of its event loop."""
+"""The HTTP server accepts many connections in a few turns of its loop, and reads requests that offer a protocol."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
@@ -49,3 +50,39 @@ async def turns_until_all_are_served() -> int:
 
 def test_new_connections_are_accepted_in_a_few_turns_of_the_event_loop() -> None:
     assert uvloop.run(turns_until_all_are_served()) < CLIENTS / 2
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+POST = b"POST /echo HTTP/1.1\r\nhost: weft\r\n"
+SIZED = b"content-length: 5\r\n\r\nhello"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+
+
+class Echo(Counted):
+    """Answers with the body of the request."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reads all of it first."""
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+@pytest.mark.parametrize("body", [SIZED, CHUNKED])
+async def test_an_offer_of_another_protocol_is_declined_and_its_request_served(body: bytes, size: int) -> None:
+    server = HttpServer(Echo(), listen("127.0.0.1", 0), stall_s=30, drain_s=1, most_connections=CLIENTS)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    sent = (POST + OFFER + body) * 2 + POST + OFFER + b"connection: close\r\n" + body
+    for start in range(0, len(sent), size):
+        writer.write(sent[start : start + size])
+        await asyncio.sleep(0)
+    received = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await server.stop()
+    assert received.count(b"HTTP/1.1 200 OK\r\n") == received.count(b"\r\n\r\nhello") == 3

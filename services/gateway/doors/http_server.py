@@ -13,6 +13,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import httptools
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -67,6 +68,30 @@ class Outbox:
                 transport.write(data)
 
 
+class _Parser(httptools.HttpRequestParser):
+    """Reads requests that offer another protocol, such as `Upgrade: h2c` of Java's client, as those that do not.
+
+    HttpRequestParser ends such a request behind its headers: it takes the body for data of the other protocol.
+    """
+
+    def __init__(self, protocol: "_Protocol") -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's own.
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        parser, protocol = self, self._protocol
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if protocol.declined_head is None:
+                    raise
+                data = protocol.declined_head + data[offer.args[0] :]
+                protocol.parser = parser = _Parser(protocol)  # This one may have read `connection: close`.
+
+
 class _Protocol(HttpToolsProtocol):
     """A connection with limits: bytes of the headers, and the time until they are complete."""
 
@@ -85,9 +110,12 @@ class _Protocol(HttpToolsProtocol):
     _in_head = True
     _discards = False
     """The request that arrives was refused: its body is not read."""
+    declined_head: bytes | None = None
+    """The head of the request that arrives without its offer of another protocol; None if it has none."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self._expect_headers()
         if len(self.connections) > self.most_connections:
             transport.write(_TOO_MANY_CONNECTIONS)
@@ -152,7 +180,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes, self._in_head, self._discards = 0, True, False
+        self._header_bytes, self._in_head, self._discards, self.declined_head = 0, True, False, None
         self.scope["state"]["connection"] = self
         self._expect_headers()
 
@@ -165,6 +193,9 @@ class _Protocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers):
+            self.declined_head = self._head_without_offer()
+            return
         self._in_head = False
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise ValueError("too many requests at once")  # As above.
@@ -178,6 +209,8 @@ class _Protocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.declined_head is not None:  # The parser reads it again.
+            return
         if not self._discards:
             super().on_message_complete()
             return
@@ -207,6 +240,11 @@ class _Protocol(HttpToolsProtocol):
         if not stays:
             self.transport.close()
         return True
+
+    def _head_without_offer(self) -> bytes:
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
+        return b"\r\n".join([first, *kept, b"", b""])
 
     def _count(self, size: int) -> None:
         self._header_bytes += size
