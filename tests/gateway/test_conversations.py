@@ -22,7 +22,7 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"zone": {"type": "string"}, "city": {"type": "string"}}},
 }
 CLOCK: dict[str, Any] = {"name": "clock.now"}
-CALL = ("abcdef123", "get_weather", {"city": "Oslo", "days": 2, "exact": True, "names": ["é", None]})
+CALL = ("abcdef123", "get_weather", {"city": "Oslo", "days": 2, "exact": True, "names": ["é", None], "wei": 10**21})
 
 
 def message(role: str, content: str = "", **fields: Any) -> api.ChatMessage:

@@ -6,6 +6,7 @@ process that does not answer within MAX_SECONDS is killed, and the next renderin
 """
 
 import contextlib
+import json
 import os
 import selectors
 import socket
@@ -148,8 +149,8 @@ class _Child:
         """The answer to a message, until `deadline` on time.monotonic. Raises _ChildError."""
         try:
             data = orjson.dumps(message)
-        except (TypeError, ValueError):  # Text that is no valid Unicode, or numbers beyond 64 bits.
-            return {"error": "refused"}
+        except TypeError:  # Numbers beyond 64 bits, or text that is no valid Unicode.
+            data = json.dumps(message).encode()
         self._send(len(data).to_bytes(4, "big") + data, deadline)
         return self._receive(deadline)
 
