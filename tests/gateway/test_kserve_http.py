@@ -111,6 +111,7 @@ async def test_the_generate_extension(mesh: FakeMesh) -> None:
 
 
 async def test_errors_name_the_callers_field(mesh: FakeMesh) -> None:
+    top_k = {"name": "top_k", "datatype": "INT32", "shape": [1], "data": [1234]}
     async with client(mesh) as http:
 
         async def refused(sent: Any, model: str = "fake") -> tuple[int, str]:
@@ -129,6 +130,11 @@ async def test_errors_name_the_callers_field(mesh: FakeMesh) -> None:
             "top_k",
         )
         assert await refused(body({"name": "top_p", "datatype": "X", "shape": [1], "data": [1]})) == (400, "top_p")
+        assert await refused(body(top_k | {"datatype": ["INT32"]})) == (400, "top_k")
+        assert await refused(body(top_k | {"shape": [1 << 63]})) == (400, "top_k.shape")
+        for levels, status in ((8, 200), (9, 400), (1000, 400)):
+            nested = json.dumps(body(top_k)).replace("[1234]", "[" * levels + "1" + "]" * levels)
+            assert (await http.post("/models/fake/infer", content=nested)).status_code == status
         assert await refused({"inputs": 5}) == (400, "inputs")
         assert (await http.post("/models/fake/infer", content=b"[")).status_code == 400
         assert error_of(await http.get("/models/fake/infer")) == (405, "")

@@ -4,7 +4,7 @@ Bytes behind the JSON are Triton's extension for binary data: the header `infere
 of the JSON, and `binary_data_size` in the parameters of each tensor that of its bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from google.protobuf import json_format
@@ -21,6 +21,8 @@ from services.gateway.doors.kserve.values import flag, integer
 Json: TypeAlias = dict[str, Any]
 _REQUEST = {"id", "parameters", "inputs", "outputs"}
 _INPUT = {"name", "datatype", "shape", "parameters", "data"}
+_MOST_SIZE = (1 << 63) - 1
+"""Of a dimension, as in the protocol's messages."""
 
 
 def _object(name: str, value: Any, keys: set[str] | None = None) -> Json:
@@ -76,16 +78,18 @@ def _add_input(message: kserve.ModelInferRequest, entry: Json, rest: bytes) -> b
     """Adds a tensor as raw bytes. -> what is left of the bytes behind the JSON."""
     name = _name("inputs.name", entry)
     datatype = entry.get("datatype")
-    if datatype not in tensors.FORMATS:
+    if not isinstance(datatype, str) or datatype not in tensors.FORMATS:
         raise invalid(name, f"datatype must be one of {', '.join(tensors.FORMATS)}")
     shape = [integer(f"{name}.shape", size) for size in _list(f"{name}.shape", entry.get("shape"))]
+    if any(abs(size) > _MOST_SIZE for size in shape):
+        raise invalid(f"{name}.shape", "out of range")
     options = dict(_object(f"{name}.parameters", entry.get("parameters") or {}))
     size = options.pop("binary_data_size", None)
     for key in options:
         raise invalid(f"{name}.{key}", "no parameter of a tensor is supported", "UNSUPPORTED_FIELD")
     message.inputs.add(name=name, datatype=datatype, shape=shape)
     if size is None:
-        elements = list(_flat(_list(name, entry.get("data"))))
+        elements = _flat(name, _list(name, entry.get("data")))
         message.raw_input_contents.append(tensors.packed(name, datatype, elements))
         return rest
     if "data" in entry or not 0 <= integer(f"{name}.binary_data_size", size) <= len(rest):
@@ -94,13 +98,13 @@ def _add_input(message: kserve.ModelInferRequest, entry: Json, rest: bytes) -> b
     return rest[size:]
 
 
-def _flat(values: list[Any]) -> Iterator[Any]:
-    """The elements of nested lists, in row-major order."""
-    for value in values:
-        if isinstance(value, list):
-            yield from _flat(value)
-        else:
-            yield value
+def _flat(name: str, values: list[Any]) -> list[Any]:
+    """The elements of nested lists, in row-major order. Raises WeftError."""
+    for _ in range(tensors.MOST_DIMENSIONS):
+        if not any(isinstance(value, list) for value in values):
+            return values
+        values = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    raise invalid(name, f"more than {tensors.MOST_DIMENSIONS} dimensions")
 
 
 def parse_index(body: Json) -> bool:
