@@ -134,6 +134,14 @@ def test_pieces_do_not_matter(data: st.DataObject) -> None:
     assert parsed(form, cut(text, data.draw(st.lists(st.integers(0, 200), max_size=20)))) == whole
 
 
+@pytest.mark.parametrize("form", sorted(CALLS))
+def test_an_answer_that_runs_away_into_space_takes_no_longer_for_each_character(form: str) -> None:
+    text, (content, calls) = CALLS[form][0]
+    pieces = [text, *[" " * 64] * (1 << 12)]  # Minutes if each character read all space before it.
+    assert parsed(form, pieces)[0] == (content, calls)
+    assert parsed(form, ["x", *pieces[1:], "y"])[0] == ("x" + " " * (1 << 18) + "y", [])
+
+
 def test_arguments_arrive_while_they_are_written() -> None:
     parser = ToolCallParser(FORMATS["hermes"], KNOWN, b"")
     assert parser.feed('<tool_call>{"name": "get_weather", "arguments"') == (

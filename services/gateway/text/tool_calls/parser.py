@@ -49,8 +49,10 @@ class ToolCallParser:
         self._calls = 0
         self._begun = False
         """There was something else than space."""
+        self._spaces: list[str] = []
+        """Space that belongs to content if more content follows."""
         self._held = ""
-        """Content that may belong to a call, or space."""
+        """Behind the space: text that may belong to a call."""
         self._raw: list[str] = []
         """What was read of a call whose name is not known yet."""
         self._scanner: CallScanner | None = None
@@ -82,9 +84,9 @@ class ToolCallParser:
             if self._raw:
                 self._reject()
             self._scanner = self._name = None
-        if not (self._calls and not self._held.strip(_SPACE)):
-            self._content.append(self._held)
-        self._held = ""
+        held = self._release(self._held)
+        if not (self._calls and not held.strip(_SPACE)):
+            self._content.append(held)
         return self._taken()
 
     def _taken(self) -> tuple[str, list[CallPiece]]:
@@ -103,39 +105,46 @@ class ToolCallParser:
             self._read_content(character)
 
     def _read_content(self, character: str) -> None:
+        if character in _SPACE and not self._held:
+            self._spaces.append(character)
+            return
         form, held = self._form, self._held + character
         self._held = held
-        bare = held.lstrip(_SPACE)
         if self._between:
-            if not bare:
+            if held in form.separators or held == form.closes:
+                self._between = held != form.closes
+                self._release(held)
                 return
-            if bare in form.separators:
-                self._held = ""
+            if form.closes.startswith(held):
                 return
-            if form.closes and form.closes.startswith(bare):
-                if bare == form.closes:
-                    self._held, self._between = "", False
-                return
-            if bare[0] == "{" and form.separators:
-                self._begin_call(held)
+            if held[0] == "{" and form.separators:
+                self._begin_call(self._release(held))
                 return
             self._between = False
-        if form.at_start and not self._begun and bare[:1] == "{":
-            self._begin_call(held)
+        if form.at_start and not self._begun and held[0] == "{":
+            self._begin_call(self._release(held))
             return
-        if held.endswith(form.opens):
-            content = held[: -len(form.opens)].rstrip(_SPACE)
-            self._content.append(content)
-            self._begin_call(held[len(content) :])
-            return
-        tail = held[: _begins_at(held, form.opens)].rstrip(_SPACE)
-        self._begun = self._begun or bool(tail)
-        self._content.append(tail)
-        self._held = held[len(tail) :]
+        opens = held.endswith(form.opens)
+        begins = len(held) - len(form.opens) if opens else _begins_at(held, form.opens)
+        content = held[:begins].rstrip(_SPACE)
+        if content:
+            self._begun = True
+            self._content.append(self._release(content))
+            self._spaces.append(held[len(content) : begins])
+        self._held = held[begins:]
+        if opens:
+            self._begin_call(self._release(form.opens))
+
+    def _release(self, text: str) -> str:
+        """The text with the space before it; nothing is held any more."""
+        released = "".join(self._spaces) + text
+        self._spaces.clear()
+        self._held = ""
+        return released
 
     def _begin_call(self, read: str) -> None:
         """A call begins with this text."""
-        self._held, self._begun, self._between = "", True, False
+        self._begun, self._between = True, False
         self._raw = [read]
         if self._form.list_or_name and read[-1] != "{":
             self._name = []
