@@ -49,6 +49,7 @@ CALLS: dict[str, list[tuple[str, Found]]] = {
         ('<tool_call>{"name": "clock.now", "arguments": "{\\"a\\": 1}"}', ("", [("clock.now", '{"a": 1}')])),
         ('<tool_call>{"name": "clock.now"', ("", [("clock.now", "")])),
         ('<tool_call>{"name": "clock.now", "arguments": 5}', ("", [("clock.now", "5")])),
+        ('<tool_call>{"name": "clock.now", "arguments": "a\\ud83d\\ude00\\ud83d"}', ("", [("clock.now", "a😀\ufffd")])),
         ('<tool_call>{"name": "clock.now", "id": null, "arguments": {"a"', ("", [("clock.now", '{"a"')])),
     ],
     "llama3": [

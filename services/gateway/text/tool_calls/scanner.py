@@ -114,9 +114,11 @@ class CallScanner:
         raw = [first]
         yield from self._raw_string(raw.append, lambda: len(raw), most)
         try:
-            return str(json.loads("".join(raw), strict=False))
+            text = str(json.loads("".join(raw), strict=False))
         except ValueError:
             raise NoCall from None
+        # JSON may have half of a character, as \ud83d, which no message can hold.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _raw_string(
         self, take: Callable[[str], object], count: Callable[[], int] = lambda: 0, most: int | None = None
