@@ -130,18 +130,21 @@ async def test_a_request_has_its_own_trace_or_that_of_the_call(mesh: FakeMesh) -
 
 async def test_a_bad_request_fails_alone(mesh: FakeMesh) -> None:
     unknown = api.EmbedStreamRequest.FromString(b"\xa0\x06\x01" + api.EmbedStreamRequest(number=3).SerializeToString())
+    long = embed([5])
+    long.inputs.add(text="hello " * 500)
     wrong = {
         1: (embed([5], []), (StatusCode.INVALID_ARGUMENT, "EMPTY_INPUT", "inputs[1].token_ids")),
         2: (embed([10**6]), (StatusCode.INVALID_ARGUMENT, "TOKEN_OUT_OF_RANGE", "inputs[0]")),
         4: (embed([5], model="other"), (StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "model")),
         5: (api.EmbedRequest(), (StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "inputs")),
+        6: (long, (StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED", "inputs[1]")),
     }
     stream = Stream(mesh.stub)
     for number, (request, _) in wrong.items():
         await stream.send(number, request)
     await stream.call.write(unknown)
     await stream.send(9)
-    responses = {each.number: each for each in [await stream.next() for _ in range(6)]}
+    responses = {each.number: each for each in [await stream.next() for _ in range(len(wrong) + 2)]}
     assert is_vector(responses[9])
     for number, (request, expected) in wrong.items():
         error = responses[number].error

@@ -2,7 +2,7 @@
 
 import os
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from protos import inference_pb2 as api
@@ -61,8 +61,11 @@ class EncodeService:
         async def answer(record: EncodeRecord, tenant: Tenant) -> api.RankResponse:
             request = call.request
             served = await self._find(record, tenant, request, "rank")
-            texts = [InputText(_case(request.query, served), _case(each, served)) for each in request.documents]
-            tokens = await self._tokenize(record, tenant, served, request, texts, "documents")
+            texts = {
+                f"documents[{place}]": InputText(_case(request.query, served), _case(each, served))
+                for place, each in enumerate(request.documents)
+            }
+            tokens = await self._tokenize(record, tenant, served, request, texts)
             parts = self._parts(record, tenant, served, request)
             scores = [array("f", each)[0] for each in await self._vectors(record, parts, request, tokens, "documents")]
             best = sorted(range(len(scores)), key=lambda place: -scores[place])
@@ -123,8 +126,12 @@ class EncodeService:
     ) -> list[InputTokens]:
         """The tokens of each input. Raises WeftError."""
         inputs = request.inputs
-        texts = [InputText(_case(prompt + each.text, served)) for each in inputs if each.WhichOneof("form") == "text"]
-        tokenized = iter(await self._tokenize(record, tenant, served, request, texts, "inputs") if texts else ())
+        texts = {
+            f"inputs[{place}]": InputText(_case(prompt + each.text, served))
+            for place, each in enumerate(inputs)
+            if each.WhichOneof("form") == "text"
+        }
+        tokenized = iter(await self._tokenize(record, tenant, served, request, texts) if texts else ())
         most, found = served.card.context_length, []
         for place, each in enumerate(inputs):
             if each.WhichOneof("form") == "text":
@@ -141,19 +148,19 @@ class EncodeService:
         tenant: Tenant,
         served: Served,
         request: EncodeRequest,
-        texts: Sequence[InputText],
-        field: str,
+        texts: Mapping[str, InputText],
     ) -> list[InputTokens]:
+        """The tokens of texts by the names of their fields. Raises WeftError."""
         record.timeline.enter(Phase.TOKENIZE)
         model = await self._backend.catalog.text(served)
         with telemetry.start("tokenize", record.traceparent):
             cut = served.card.context_length if request.options.truncate else None
-            for place, text in enumerate(texts if cut is None else ()):
-                check_characters(f"{field}[{place}]", model, text, served.card.context_length)
-            tokens = await self._backend.encoder.encode_inputs(model, texts, tenant.name, cut)
+            for field, text in texts.items() if cut is None else ():
+                check_characters(field, model, text, served.card.context_length)
+            tokens = await self._backend.encoder.encode_inputs(model, list(texts.values()), tenant.name, cut)
         record.timeline.enter(Phase.OWN)
-        for place, each in enumerate(tokens):
-            check_input(f"{field}[{place}]", each.token_ids, served.card)
+        for field, each in zip(texts, tokens, strict=True):
+            check_input(field, each.token_ids, served.card)
         return tokens
 
     def _parts(
