@@ -279,6 +279,9 @@ async def test_every_field_of_a_request_to_an_encoder_is_honoured_or_refused_by_
         ("rerank", ranking | {"user": "me"}, "user", "unknown_field"),
         ("rerank", ranking | {"documents": ["a", {"text": "b", "x": 1}]}, "documents[1].x", "unsupported_field"),
         ("rerank", ranking | {"documents": [{"title": None}]}, "documents[0].text", "invalid_field"),
+        ("embeddings", {"input": ["a"] * 2048}, "model", "task_unsupported"),
+        ("embeddings", {"input": [*["a"] * 2048, 5]}, "input", "invalid_field"),
+        ("rerank", ranking | {"documents": [*["a"] * 2048, 5]}, "documents", "invalid_field"),
     ]  # fmt: skip
     async with client(mesh) as http_client:
         for path, body, param, code in requests:

@@ -304,6 +304,19 @@ def test_a_conversation_is_the_json_of_weft_v1(text: str) -> None:
         assert refusal(request).field == "messages"
 
 
+def test_json_with_too_many_entries_is_refused_before_it_is_read() -> None:
+    def rule(name: str, value: object) -> str:
+        request = kserve.ModelInferRequest()
+        tensor(request, name, "BYTES", [json.dumps(value)])
+        return refusal(request).message
+
+    many = [*[{}] * 1024, 5]
+    assert rule("messages", many) == rule("messages", {"messages": many}) == "messages: at most 1024"
+    assert rule("messages", {"tools": many}) == "messages.tools: at most 128"
+    assert rule("bad_token_sequences", many) == "bad_token_sequences: at most 1024"
+    assert rule("logit_bias", dict.fromkeys(range(1025), "x")) == "logit_bias: at most 1024"
+
+
 def test_flags_ask_for_tensors_beside_the_text() -> None:
     flags = {name: True for name in OWN if name.startswith("return_")}
     asked = parse(message(**flags))

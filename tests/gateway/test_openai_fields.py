@@ -363,6 +363,26 @@ def test_errors_name_the_field_of_openais_api() -> None:
     assert [of_text.param(name) for name in ("prompt.text", "sampling.logprobs", "n")] == ["prompt", "logprobs", "n"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "entry", "most"),
+    [
+        ("completions", "prompt", "a", 64),
+        ("completions", "bad_token_sequences", [1], 128),
+        ("chat", "messages", {"role": "user", "content": "x"}, 1024),
+        ("chat", "tools", {"type": "function", "function": {"name": "f"}}, 128),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_before_it_is_read(kind: str, name: str, entry: Any, most: int) -> None:
+    parse(kind, REQUIRED[kind] | {name: [entry] * most})
+    with pytest.raises(WeftError, match=f"^{name}: at most {most}$"):
+        parse(kind, REQUIRED[kind] | {name: [*[entry] * most, 5]})
+
+
+def test_too_many_biases_are_refused_before_they_are_read() -> None:
+    with pytest.raises(WeftError, match=r"^logit_bias: at most 1024$"):
+        parse("chat", REQUIRED["chat"] | {"logit_bias": dict.fromkeys(map(str, range(1024)), 1) | {"x": 1}})
+
+
 def test_cached_tokens_are_those_that_were_not_computed() -> None:
     def cached(**fields: Any) -> int:
         usage = answers.usage_of(api.Receipt(prompt_tokens=10, completion_tokens=2, **fields))

@@ -20,7 +20,8 @@ from protos import kserve_pb2 as kserve
 from services import validate
 from services.errors import WeftError, invalid
 from services.gateway.doors.kserve.tensors import tensors
-from services.gateway.doors.kserve.values import assign, flag, integer, one
+from services.gateway.doors.kserve.values import assign, check_count, flag, integer, one
+from services.validate_chat import MAX_MESSAGES, MAX_TOOLS
 
 VERSION = "1"
 PRIORITY_LEVELS = 2 * validate.MAX_PRIORITY + 1
@@ -89,6 +90,8 @@ def _messages(asked: Asked, name: str, value: Any) -> None:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         chat = {"messages": parsed} if isinstance(parsed, list) else parsed
+        check_count(name, chat.get("messages"), MAX_MESSAGES)
+        check_count(f"{name}.tools", chat.get("tools"), MAX_TOOLS)
         json_format.ParseDict(chat, asked.request.prompt.chat)
     except (ValueError, RecursionError, TypeError, AttributeError, json_format.ParseError):
         raise invalid(name, "not the JSON of weft.v1's Chat, or of a list of its messages") from None

@@ -8,6 +8,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from services.errors import invalid
+from services.validate import MAX_BIASES
+
+_MOST_ENTRIES = MAX_BIASES
+"""Of a list or map: no field takes more."""
 
 
 def _kind(target: FieldDescriptor) -> int:
@@ -88,12 +92,19 @@ def assign(message: Message, target: FieldDescriptor, name: str, value: Any) -> 
         raise invalid(name, "out of range") from None
 
 
+def check_count(name: str, value: Any, most: int) -> None:
+    """Refuses a list or an object with too many entries before time is spent on them. Raises WeftError."""
+    if isinstance(value, list | dict) and len(value) > most:
+        raise invalid(name, f"at most {most}")
+
+
 def _assign_json(message: Message, target: FieldDescriptor, name: str, value: Any) -> None:
     """A map or a message: as JSON, or as the text of it."""
     if not (target.is_repeated and isinstance(value, list) and any(not isinstance(each, str) for each in value)):
         value = one(name, value)  # The text of JSON.
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
+        check_count(name, parsed, _MOST_ENTRIES)
         json_format.ParseDict({target.name: parsed}, message)
     except (ValueError, RecursionError, json_format.ParseError):
         raise invalid(name, f"not the JSON of weft.v1's {target.full_name.removeprefix('weft.v1.')}") from None

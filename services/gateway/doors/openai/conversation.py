@@ -6,6 +6,7 @@ from protos import inference_pb2 as api
 from services.gateway.doors.openai.values import (
     Asked,
     Json,
+    check_count,
     check_keys,
     flag,
     json_text,
@@ -14,6 +15,7 @@ from services.gateway.doors.openai.values import (
     unsupported,
     wrong,
 )
+from services.validate_chat import MAX_MESSAGES
 
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
@@ -22,6 +24,7 @@ def messages(asked: Asked, name: str, value: Any) -> None:
     """The conversation."""
     if not isinstance(value, list):
         raise wrong(name, "a list of messages")
+    check_count(name, value, MAX_MESSAGES)
     chat = asked.request.prompt.chat
     chat.SetInParent()
     for place, message in enumerate(value):

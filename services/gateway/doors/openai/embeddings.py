@@ -17,6 +17,7 @@ from services.gateway.doors.openai.values import (
     MOST_UINT32,
     NO_END_USERS,
     Json,
+    check_count,
     check_keys,
     flag,
     ids,
@@ -28,7 +29,7 @@ from services.gateway.doors.openai.values import (
     wrong,
 )
 from services.validate import MAX_PRIORITY
-from services.validate_encode import EncodeRequest
+from services.validate_encode import MAX_INPUTS, EncodeRequest
 
 _RECEIPT_HEADER = b"weft-receipt"
 _Body = TypeVar("_Body", api.EmbedRequest, api.RankRequest)
@@ -151,6 +152,7 @@ def _input(request: api.EmbedRequest, name: str, value: Any) -> None:
         value = [value]
     if not isinstance(value, list):
         raise wrong(name, "a text or token ids, or a list of these")
+    check_count(name, value, MAX_INPUTS)
     for place, each in enumerate(value):
         if isinstance(each, str):
             request.inputs.add(text=each)
@@ -178,6 +180,7 @@ def _documents(request: api.RankRequest, name: str, value: Any) -> None:
     """A list of texts, or of objects with a text."""
     if not isinstance(value, list):
         raise wrong(name, "a list of texts")
+    check_count(name, value, MAX_INPUTS)
     for place, each in enumerate(value):
         at = f"{name}[{place}]"
         if isinstance(each, dict):

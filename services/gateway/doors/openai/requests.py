@@ -18,6 +18,7 @@ from services.gateway.doors.openai.values import (
     NO_END_USERS,
     Asked,
     Json,
+    check_count,
     flag,
     ids,
     integer,
@@ -28,7 +29,13 @@ from services.gateway.doors.openai.values import (
     without_nulls,
     wrong,
 )
-from services.validate import MAX_LOGPROBS, MAX_REQUEST_ID_CHARS, MAX_SPECULATION
+from services.validate import (
+    MAX_BAD_SEQUENCES,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_REQUEST_ID_CHARS,
+    MAX_SPECULATION,
+)
 
 MOST_PROMPTS = 64
 """Most prompts of one request."""
@@ -87,6 +94,7 @@ def _stop_token_ids(asked: Asked, name: str, value: Any) -> None:
 def _logit_bias(asked: Asked, name: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise wrong(name, "an object from token ids to numbers")
+    check_count(name, value, MAX_BIASES)
     for key, bias in value.items():
         token = int(key) if key.isascii() and key.isdecimal() and len(key) <= 10 else MOST_UINT32 + 1
         if token > MOST_UINT32:
@@ -120,6 +128,7 @@ def _bad_words(asked: Asked, name: str, value: Any) -> None:
 def _bad_sequences(asked: Asked, name: str, value: Any) -> None:
     if not isinstance(value, list):
         raise wrong(name, "a list of lists of token ids")
+    check_count(name, value, MAX_BAD_SEQUENCES)
     for each in value:
         asked.request.sampling.bad_token_sequences.add(ids=ids(name, each))
 
@@ -169,9 +178,9 @@ def _token_ids(asked: Asked, name: str, value: Any) -> None:
 def _prompt(asked: Asked, name: str, value: Any) -> None:
     """A string, a list of token ids, or a list of either."""
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    if several:
+        check_count(name, value, MOST_PROMPTS)
     prompts = [_one_prompt(name, each) for each in (value if several else [value])]
-    if len(prompts) > MOST_PROMPTS:
-        raise wrong(name, f"at most {MOST_PROMPTS} prompts")
     asked.request.prompt.CopyFrom(prompts[0])
     asked.prompts = prompts if len(prompts) > 1 else []
 

@@ -4,14 +4,25 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, check_keys, flag, json_text, mapping, text, unsupported, wrong
-from services.validate_chat import calls_required
+from services.gateway.doors.openai.values import (
+    Asked,
+    check_count,
+    check_keys,
+    flag,
+    json_text,
+    mapping,
+    text,
+    unsupported,
+    wrong,
+)
+from services.validate_chat import MAX_TOOLS, calls_required
 
 
 def tools(asked: Asked, name: str, value: Any) -> None:
     """The functions that the model may call."""
     if not isinstance(value, list):
         raise wrong(name, "a list of tools")
+    check_count(name, value, MAX_TOOLS)
     for place, tool in enumerate(value):
         _add_tool(asked, f"{name}[{place}]", tool)
 

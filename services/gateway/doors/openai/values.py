@@ -1,5 +1,6 @@
 """A request of OpenAI's API as it was understood, and readers of its values. Knows no field's meaning."""
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -112,6 +113,12 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong(name, "a string")
     return value
+
+
+def check_count(name: str, value: Sized, most: int) -> None:
+    """Refuses a list or an object with too many entries before time is spent on them. Raises WeftError."""
+    if len(value) > most:
+        raise wrong(name, f"at most {most}")
 
 
 def ids(name: str, value: Any) -> list[int]:
