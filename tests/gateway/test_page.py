@@ -36,6 +36,7 @@ async def test_every_file_is_served_under_a_strict_policy(mesh: FakeMesh) -> Non
             assert "unsafe" not in policy
             again = await http.get(str(response.url), headers={"if-none-match": response.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
+            assert not {"content-length", "transfer-encoding"}.intersection(again.headers)
         assert (await http.get("/page/index.html")).status_code == 404
         assert (await http.get("/page/../settings.py")).status_code == 404
         assert (await http.post("/")).status_code == 405

@@ -196,8 +196,9 @@ class Exchange:
     async def send(self, body: bytes, status: int, headers: Iterable[Header]) -> None:
         """Sends the whole response; `headers` have its content type."""
         self.status = status
-        length = (b"content-length", b"%d" % len(body))
-        start = {"type": "http.response.start", "status": status, "headers": [length, *self.extra, *headers]}
+        # The length in a 304 is that of the body which the client has, never 0.
+        length = [] if status == 304 else [(b"content-length", b"%d" % len(body))]
+        start = {"type": "http.response.start", "status": status, "headers": [*length, *self.extra, *headers]}
         self._ended = True
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
