@@ -104,6 +104,16 @@ async def test_an_exception_of_the_work_is_raised_and_frees_the_thread() -> None
     turns.close()
 
 
+async def test_work_that_waits_fails_when_its_model_is_dropped() -> None:
+    async with busy() as (turns, gate, _):
+        waiting = asyncio.create_task(turns.run("a", 1, lambda: gate.work("x")))
+        await asyncio.sleep(0)
+        turns.close()
+        with pytest.raises(WeftError, match="tokenizer is not available") as caught:
+            await asyncio.wait_for(waiting, WAIT_S)
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
 def bpe(**changes: Any) -> str:
     """A tokenizer's file in the form of a byte-level one."""
     parsed: dict[str, Any] = {

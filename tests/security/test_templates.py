@@ -94,6 +94,15 @@ def test_a_killed_process_is_replaced_at_the_next_rendering(half_the_time: None)
     template.close()
 
 
+def test_a_rendering_of_a_dropped_template_may_be_sent_again() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template.warm_up()
+    template.close()
+    with pytest.raises(WeftError, match="tokenizer is not available") as caught:
+        template.render(VARIABLES)
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
 def bundle_with(template: str) -> bytes:
     """The bundle of the tests' model with another chat template."""
     bundle = mesh_pb2.Bundle.FromString(BUNDLE)

@@ -21,6 +21,7 @@ from services.gateway.links.adapters import Served
 from services.gateway.text.encoder import Encoder
 from services.gateway.text.tokenizer import ChatSpecialTokens, TextModel
 from services.gateway.text.tool_calls.formats import FormatName
+from services.gateway.text.turns import no_tokenizer
 from services.validate_encode import tasks_of
 
 log = structlog.get_logger("models")
@@ -206,7 +207,7 @@ class Catalog:
                 break
             self._warm_up(text)
             return text
-        raise unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
+        raise no_tokenizer()
 
     def _warm_up(self, text: TextModel) -> None:
         if self._encoder is not None:

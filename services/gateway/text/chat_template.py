@@ -24,6 +24,7 @@ import orjson
 from grpc import StatusCode
 
 from services.errors import WeftError
+from services.gateway.text.turns import no_tokenizer
 
 MAX_SECONDS = 2.0
 """Longest time of one rendering, and of compiling the template."""
@@ -46,7 +47,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._compiled: frozenset[str] | None = None
-        self._broken = False
+        self._broken = self._closed = False
 
     @property
     def reads(self) -> frozenset[str]:
@@ -73,6 +74,8 @@ class ChatTemplate:
                 answer = child.ask({**variables, **self._special_tokens}, deadline)
             except _ChildError:
                 self._stop()
+                if self._closed:
+                    raise no_tokenizer() from None
                 raise _refused("the model's chat template takes too long or produces too much text") from None
         text = answer.get("text")
         if isinstance(text, str) and len(text) <= MAX_CHARS:
@@ -83,7 +86,7 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the process, also during a rendering, which then fails."""
-        self._broken = True
+        self._broken = self._closed = True
         if self._child is not None:
             self._child.end()
         if self._lock.acquire(blocking=False):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from services.errors import exhausted
+from services.errors import WeftError, exhausted, unavailable
 
 Result = TypeVar("Result")
 _NICE = 10
@@ -50,8 +50,11 @@ class Turns:
         return self._free > 0 and not self._waiting
 
     def close(self) -> None:
-        """Drops what waits; what runs ends by itself."""
+        """Fails what waits; what runs ends by itself."""
+        waiting = [future for own in self._waiting.values() for future, _ in own if not future.done()]
         self._waiting.clear()
+        for future in waiting:
+            future.set_exception(no_tokenizer())
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
@@ -78,6 +81,11 @@ class Turns:
             else:
                 future.set_result(done.result())
         self._start()
+
+
+def no_tokenizer() -> WeftError:
+    """The tokenizer and template of the request's model are not in memory: another request may load them."""
+    return unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
 
 
 def _be_nice() -> None:
