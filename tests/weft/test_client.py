@@ -270,6 +270,15 @@ async def test_the_python_type_of_a_prompt_selects_its_form(client: Client, mesh
         client.generate("x", cache="sometimes")
 
 
+async def test_one_text_is_not_a_list_of_its_characters(client: Client) -> None:
+    with pytest.raises(TypeError, match="stop: a list of texts"):
+        client.generate("x", stop="end")
+    with pytest.raises(TypeError, match="bad_words: a list of texts"):
+        client.generate("x", bad_words="fox")
+    with pytest.raises(TypeError, match="a list of texts"):
+        await client.rank("x", "abc")
+
+
 async def test_every_part_of_a_conversation_is_sent(client: Client, mesh: FakeMesh) -> None:
     function = {"name": "f", "description": "does f", "parameters": {"type": "object"}}
     turns: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from protos import inference_pb2 as api
-from weft.client.requests import cache_policy, naming
+from weft.client.requests import cache_policy, naming, several
 
 Input = str | Sequence[int]
 """A text, or token ids."""
@@ -43,7 +43,7 @@ def rank_request(query: str, documents: Sequence[str], top_n: int, settings: Enc
     """Raises TypeError for an unknown option, ValueError for a value that no request can hold."""
     with naming("rank"):
         options = _options(settings, EncodeSettings.__annotations__)
-        return api.RankRequest(query=query, documents=documents, top_n=top_n, options=options)
+        return api.RankRequest(query=query, documents=several(documents), top_n=top_n, options=options)
 
 
 def classify_request(texts: Sequence[Input], settings: EncodeSettings) -> api.ClassifyRequest:

@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
 
 _OF_FORM = ("json_schema", "json_object", "regex", "choice", "grammar")
 _OF_REQUEST = {"model", "n", "echo", "priority", "cache", "criticality", "request_id", "speculation"}
+_TEXTS = {"stop", "bad_words"}
 _OF_CHAT = {
     "tools",
     "tool_choice",
@@ -90,6 +91,8 @@ def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
             add_options(request.prompt.chat, {name: value})
     for name, value in given.items():
         with naming(name):
+            if name in _TEXTS:
+                value = several(value)
             if name in _OF_REQUEST:
                 request.MergeFrom(api.GenerateRequest(**{name: value}))
             else:
@@ -106,10 +109,15 @@ def _add_form(sampling: api.Sampling, given: Mapping[str, Any]) -> None:
             if name == "json_schema" and not isinstance(value, str):
                 value = json.dumps(value)
             elif name == "choice":
-                if isinstance(value, str):
-                    raise TypeError("a list of texts")
-                value = api.Choices(texts=value)
+                value = api.Choices(texts=several(value))
             sampling.structured.MergeFrom(api.Structured(**{name: value}))
+
+
+def several(value: Sequence[str]) -> Sequence[str]:
+    """The value unless it is one text, of which a message would make a list of its characters. Raises TypeError."""
+    if isinstance(value, str):
+        raise TypeError("a list of texts")
+    return value
 
 
 def build_prompt(prompt: Prompt) -> api.Prompt:
