@@ -360,6 +360,10 @@ def test_errors_name_the_field_of_openais_api() -> None:
         "chat_template_kwargs.x", "continue_final_message", "tools.name",
     ]  # fmt: skip
     assert of_chat.param("prompt.chat.messages.tool_calls.arguments") == "messages.tool_calls.arguments"
+    for other in (9, 0):
+        limits = {"max_completion_tokens": 3, "max_tokens": other}
+        lower = parse("chat", REQUIRED["chat"] | limits).param("sampling.max_tokens")
+        assert lower == min(limits, key=lambda name: limits[name])
     assert [of_text.param(name) for name in ("prompt.text", "sampling.logprobs", "n")] == ["prompt", "logprobs", "n"]
 
 

@@ -64,7 +64,8 @@ def _model(asked: Asked, name: str, value: Any) -> None:
 def _max_tokens(asked: Asked, name: str, value: Any) -> None:
     """`max_tokens` and `max_completion_tokens` are two names of one limit: the lower one holds."""
     limit, sampling = integer(name, value, 0, MOST_UINT32), asked.request.sampling
-    sampling.max_tokens = min(limit, sampling.max_tokens) if sampling.HasField("max_tokens") else limit
+    if not sampling.HasField("max_tokens") or limit < sampling.max_tokens:
+        sampling.max_tokens, asked.limit_field = limit, name
 
 
 def _top_k(asked: Asked, name: str, value: Any) -> None:

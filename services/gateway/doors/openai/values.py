@@ -42,6 +42,8 @@ class Asked:
     """Variables of the chat template."""
     form_field: str = "response_format"
     """The field that sets the form of the answer."""
+    limit_field: str = "max_tokens"
+    """The field that limits the length of the answer."""
     strict: str = ""
     """The field of a tool that asks for valid arguments."""
     prompts: list[api.Prompt] = field(default_factory=list)
@@ -72,6 +74,8 @@ class Asked:
         name = name.removeprefix("sampling.")
         if name.startswith("structured"):
             return self.form_field
+        if name == "max_tokens":
+            return self.limit_field
         name = "logprobs" if name == "prompt_logprobs" else name
         if name == "include_stop_string":
             return "include_stop_str_in_output"
