@@ -17,7 +17,9 @@ import torch
 from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from services.worker.build.assemble import open_source
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
@@ -29,7 +31,7 @@ from services.worker.loader.weight_files import INDEX, SINGLE
 from services.worker.models.rope_settings import LinearScaling, Rope
 from services.worker.options import EngineOptions
 from tests.checkpoints import EOS, VOCAB, Damage, pipe
-from tests.worker.drive import job, open_engine, solo
+from tests.worker.drive import job, open_engine, prompt_of, solo
 
 
 @pytest.fixture
@@ -440,3 +442,33 @@ def test_a_config_is_read_once_until_it_changes(copy: Callable[[str], Path]) -> 
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_config(folder)
+
+
+def as_transformers(folder: Path) -> None:
+    """Asserts that the logits of a prompt are those of transformers."""
+    prompt = prompt_of(24)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(torch.from_numpy(load(folder).runner.inspect(prompt).logits()), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}])
+def test_a_head_of_its_own_is_served_though_config_json_ties_it(
+    copy: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    """Training that begins with a tied head may leave another one beside the embedding, and config.json as it was."""
+    folder = copy("llama")
+    untied = solo(open_engine(folder, kv_blocks=8, **options), job(1, prompt_of(24)))
+    edit_config(tie_word_embeddings=True)(folder)
+    found = solo(open_engine(folder, kv_blocks=8, **options), job(1, prompt_of(24)))
+    assert found.tokens == untied.tokens
+    as_transformers(folder)
+
+
+def test_a_stored_copy_of_the_embedding_is_no_head_of_its_own(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    edit_config(tie_word_embeddings=True)(folder)
+    edit_tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(folder)
+    assert open_source(folder, EngineOptions()).config.tied_embeddings
+    as_transformers(folder)

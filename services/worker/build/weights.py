@@ -12,7 +12,7 @@ from services.worker.build.drafting.draft import draft_head, draft_options, loca
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.config import read_config
-from services.worker.loader.family_tensors import open_family
+from services.worker.loader.family_tensors import has_own_head, open_family
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, pack_weights, randomize
@@ -102,6 +102,8 @@ def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
     checkpoint = None
     if not presets.is_random(model_dir):
         checkpoint = open_family(model_dir, config)
+        if config.tied_embeddings and has_own_head(checkpoint, config):
+            config = replace(config, tied_embeddings=False)
     return WeightSource(config, checkpoint, reader, settings.quantization, options.quantize_head)
 
 

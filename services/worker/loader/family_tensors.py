@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from services.worker.loader.tensors import Checkpoint, TensorHeader, open_checkpoint
+import torch
+
+from services.worker.loader.tensors import FLOATS, Checkpoint, TensorHeader, open_checkpoint
 from services.worker.models.config import ModelConfig
 from services.worker.models.family import Part, PartNames
 from services.worker.models.registry import family_of
@@ -32,6 +34,19 @@ def open_family(
                 if stack in headers:
                     headers |= _parts(stack, headers.pop(stack), names, layer)
     return replace(checkpoint, headers=headers)
+
+
+def has_own_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether the files hold a plain head of other numbers than the embedding. transformers draws from such a head even
+    if config.json ties the two, as training that begins with tied ones may leave it. Raises CheckpointError."""
+    names = {each.part: f"{each.modules[0]}.weight" for each in family_of(config.architecture).outside}
+    embedding, head = names[Part.EMBEDDING], names[Part.HEAD]
+    headers = [checkpoint.headers.get(name) for name in (embedding, head)]
+    if not all(header is not None and header.dtype in FLOATS for header in headers):
+        return False
+    with checkpoint.opened() as read:
+        words = read(embedding)
+        return not torch.equal(read(head).to(words.dtype), words)
 
 
 def _parts(stack: str, whole: TensorHeader, names: PartNames, layer: int) -> Iterator[tuple[str, TensorHeader]]:
