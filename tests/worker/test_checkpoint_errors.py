@@ -27,7 +27,7 @@ from services.worker.loader import presets
 from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle, start_hashing
 from services.worker.loader.config import load_config
 from services.worker.loader.tensors import open_checkpoint
-from services.worker.loader.weight_files import INDEX, SINGLE
+from services.worker.loader.weight_files import INDEX, SINGLE, weight_files
 from services.worker.models.rope_settings import LinearScaling, Rope
 from services.worker.options import EngineOptions
 from tests.checkpoints import EOS, VOCAB, Damage, pipe
@@ -471,4 +471,14 @@ def test_a_stored_copy_of_the_embedding_is_no_head_of_its_own(copy: Callable[[st
     edit_config(tie_word_embeddings=True)(folder)
     edit_tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(folder)
     assert open_source(folder, EngineOptions()).config.tied_embeddings
+    as_transformers(folder)
+
+
+def test_an_index_without_its_shards_makes_way_for_a_single_file(copy: Callable[[str], Path]) -> None:
+    """transformers leaves the index where it saves one file into the folder of a sharded checkpoint."""
+    folder = copy("qwen3")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(folder)
+    assert (folder / INDEX).exists()
+    assert [path.name for path in weight_files(folder)] == [SINGLE]
     as_transformers(folder)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.worker.errors import CheckpointError
 from services.worker.loader.files import check_regular, parse_json
-from services.worker.loader.weight_files import INDEX, SINGLE, read_index, single_file
+from services.worker.loader.weight_files import INDEX, SINGLE, owners_in, single_file
 from services.worker.parallel.shards import Span
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -166,11 +166,10 @@ def _join(pieces: list[Tensor], dimension: int) -> Tensor:
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Find the files and read their headers. Raises CheckpointError if one is missing, truncated or not safetensors."""
-    if (model_dir / INDEX).exists():
-        owners = read_index(model_dir / INDEX)
+    if owners := owners_in(model_dir):
         shards = tuple(model_dir / name for name in sorted(set(owners.values())))
     elif single := single_file(model_dir):
-        owners, shards = {}, (single,)
+        shards = (single,)
     else:
         found = _what_else(model_dir)
         raise CheckpointError(f"{SINGLE} or {INDEX} is needed; {found}")

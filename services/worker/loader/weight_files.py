@@ -17,14 +17,25 @@ def weight_files(model_dir: Path) -> list[Path]:
     """The files that `open_checkpoint` reads tensors from. If the index is damaged, or there is neither an index nor a
     single file: all safetensors files of the folder."""
     try:
-        if (model_dir / INDEX).exists():
-            names = set(read_index(model_dir / INDEX).values())
+        if owners := owners_in(model_dir):
+            names = set(owners.values())
             return [path for path in (model_dir / name for name in sorted(names)) if path.is_file()]
         if (single := single_file(model_dir)) and single.is_file():
             return [single]
     except CheckpointError:
         pass  # `open_checkpoint` refuses it.
     return sorted(path for path in model_dir.glob("*.safetensors") if path.is_file())
+
+
+def owners_in(model_dir: Path) -> dict[str, str]:
+    """The file of each tensor of a sharded checkpoint. Empty: there is no index, or one without any of its files beside
+    a single file: transformers removes the shards where it saves a single file, but not their index. Raises
+    CheckpointError."""
+    if not (model_dir / INDEX).exists():
+        return {}
+    owners = read_index(model_dir / INDEX)
+    gone = not any((model_dir / name).exists() for name in set(owners.values()))
+    return {} if gone and (model_dir / SINGLE).exists() else owners
 
 
 def single_file(model_dir: Path) -> Path | None:
