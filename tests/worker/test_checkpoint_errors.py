@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from services.worker.build.assemble import open_source
@@ -286,6 +286,18 @@ def test_invalid_tokenizer_settings_are_one_line(copy: Callable[[str], Path], se
     edit_config("tokenizer_config.json", **settings)(folder)
     with pytest.raises(CheckpointError, match="chat template or special tokens cannot be read"):
         read_bundle(folder)
+
+
+@pytest.mark.parametrize("described", [{}, {"added_tokens_decoder": {}}])
+def test_special_tokens_are_those_of_transformers(copy: Callable[[str], Path], described: dict[str, Any]) -> None:
+    """Earlier versions of transformers name them in a file of their own."""
+    folder = copy("llama")
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**kind, **described}))
+    named = {"bos_token": {"content": "<s>", "lstrip": False, "rstrip": False}, "pad_token": "</s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    assert dict(read_bundle(folder).special_tokens) == tokenizer.special_tokens_map
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def locate(model: str) -> Path:
 def read_bundle(folder: Path) -> mesh.Bundle:
     """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError also for a tokenizer that
     cannot be built and a template that does not compile: each request would fail at the gateway."""
-    settings = _json(folder / "tokenizer_config.json")
+    settings = _tokenizer_settings(folder)
     tokenizer = _read_tokenizer(folder, settings)
     check_tokenizer(tokenizer)
     try:
@@ -83,6 +83,16 @@ def read_bundle(folder: Path) -> mesh.Bundle:
         raise CheckpointError(f"chat template or special tokens cannot be read: {reason}") from None
     check_template(bundle.chat_template)
     return bundle
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """The settings of tokenizer_config.json. As in transformers, special_tokens_map.json names the special tokens where
+    these describe no added tokens, as those of earlier versions. Raises CheckpointError."""
+    settings = _json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    named = _json(folder / "special_tokens_map.json")
+    return settings | {name: named[name] for name in _SPECIAL if name in named}
 
 
 def _read_tokenizer(folder: Path, settings: dict[str, Any]) -> bytes:
