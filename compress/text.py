@@ -49,6 +49,8 @@ def windows(texts: list[str], model: Path, length: int, count: int | None = None
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     except Exception as error:  # the library has no other kind
         raise CompressError(f"{model}: tokenizer.json cannot be read: {error}") from None
+    tokenizer.no_truncation()  # A tokenizer that was saved in training may cut and fill up its texts.
+    tokenizer.no_padding()
     start = tokenizer.encode("").ids
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     end = [tokenizer.token_to_id(END_OF_TEXT)] if tokenizer.token_to_id(END_OF_TEXT) is not None else []

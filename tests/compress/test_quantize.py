@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -196,6 +197,16 @@ def test_short_text_and_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CompressError, match=r"tokenizer\.json cannot be read"):
         text.windows(["Once"], tmp_path, 64)
+
+
+def test_windows_are_of_whole_texts_whatever_the_tokenizer_cuts_and_fills_up(tmp_path: Path) -> None:
+    """Those of sentence-transformers do, and those that were saved in training."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.enable_truncation(40)
+    tokenizer.enable_padding(length=40)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = text.read(text.CALIBRATION)
+    assert torch.equal(text.windows(texts, tmp_path, 64, 4), text.windows(texts, DEMO, 64, 4))
 
 
 def test_a_model_that_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: Made) -> None:
