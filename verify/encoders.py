@@ -31,13 +31,15 @@ def measure(
     length: int,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Cosines of vectors (of scores, if there is a head) with the base's, over the beginnings of windows of text,
-    of all lengths up to `length`.
+    """Cosines of vectors (of scores, if there is a head) with the base's, over the beginnings of windows of text, of
+    all lengths up to `length`.
 
     candidates: folders. formats: the base with its weights rounded so, as a worker rounds them. Raises CheckpointError,
     CompressError.
     """
     own = _load(base, None, device)
+    if own.config.head is not None and len(own.config.head.labels) == 1 and windows == 1:
+        raise CheckpointError("a head with one label is measured by several texts: set --windows to 2 or more")
     length = min(length, own.most_length)
     ids_WT = text.windows(list(held_out), base, length, windows)
     texts = [TextTokens(ids[: -(-length * (place + 1) // windows)].tolist()) for place, ids in enumerate(ids_WT)]
@@ -47,7 +49,7 @@ def measure(
         vectors = _vectors(_load(folder, form, device), texts)
         if vectors.shape != wanted.shape:
             raise CheckpointError(f"{folder}: vectors of {vectors.shape[1]} numbers, the base's have {wanted.shape[1]}")
-        cosines = (vectors * wanted).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(wanted, axis=1)
+        cosines = _cosines(vectors, wanted)
         name = folder.resolve().name if form is None else form
         found.append({"name": name, "cosine": float(cosines.min()), "cosine_mean": float(cosines.mean())})
     return {
@@ -58,6 +60,14 @@ def measure(
         "device": device,
         "machine": machine.describe(),
     }
+
+
+def _cosines(vectors: Floats, wanted: Floats) -> Floats:
+    """Of each text's vectors. Of a head with one label: of how far the scores of all texts are from their mean, on
+    which alone a ranking depends; the cosine of two single numbers would be that of their signs."""
+    if wanted.shape[1] == 1:
+        vectors, wanted = ((each - each.mean()).T for each in (vectors, wanted))
+    return np.asarray((vectors * wanted).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(wanted, axis=1))
 
 
 def show(result: dict[str, Any], out: Console) -> None:

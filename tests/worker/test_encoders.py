@@ -1,6 +1,7 @@
 """Every family of encoders against transformers: pooled vectors, scores of heads, pairs, int8."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Encoding
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
@@ -186,3 +188,21 @@ def test_verify_holds_rounded_vectors_to_a_cosine(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*arguments, "--min-cosine", "0.999999"]).exit_code == 1
     refused = CliRunner().invoke(app, [*arguments, "--html", str(tmp_path / "report.html")])
     assert refused.exit_code == 2
+
+
+def test_verify_compares_the_scores_of_one_label_over_all_texts(tmp_path: Path) -> None:
+    """The scores of a reranker may all be below zero: that they still are shows nothing of a damage."""
+    folder, result = make_encoder(tmp_path / "tiny", labels=1), tmp_path / "result.json"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["classifier.bias"] -= 9
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    for name in [name for name in tensors if name.endswith("query.weight")]:
+        tensors[name] = tensors[name].flip(0)
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    arguments = [str(folder), str(damaged), "--quantize", "int8", "--json", str(result)]
+    assert CliRunner().invoke(app, arguments).exit_code == 1
+    broken, rounded = (each["cosine"] for each in json.loads(result.read_text())["candidates"])
+    assert broken < 0.99 < rounded < 1
+    alone = CliRunner().invoke(app, [*arguments, "--windows", "1"])
+    assert (alone.exit_code, "set --windows to 2 or more" in alone.output) == (2, True)
