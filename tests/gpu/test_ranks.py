@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.peers import sums as peer_sums
-from services.worker.build import gpu_rank
 from services.worker.build.choose import BuiltEngine
+from services.worker.build.ranks import gpu_rank
 from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from services.worker.build.assemble import open_source
 from services.worker.build.choose import build_engine
+from services.worker.build.weights import open_source
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
