@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 import uuid
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,10 +50,21 @@ _ROLES = {
 # The engine's thread releases the GIL with every kernel that it launches. With Python's default of 5 ms, a thread that
 # reads a burst of requests would keep the GIL for 5 ms each time.
 _SWITCH_S = 0.001
+# A thread of OpenMP that waits for another one spins for milliseconds by default, on a busy machine perhaps on the very
+# processor that the other one waits for.
+_SPINS = "1000"
+
+
+def spin_briefly(environment: MutableMapping[str, str]) -> None:
+    """Let threads of OpenMP sleep soon where they wait for one another, unless the environment says how they wait. It
+    holds for libraries that are loaded later, as torch is, and for ranks."""
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 async def main() -> None:
     """Serve until SIGTERM or SIGINT, then let running jobs finish. Exits with a one-line reason if it cannot serve."""
+    spin_briefly(os.environ)
     settings = WorkerSettings()
     telemetry.setup("worker", settings)
     own = identity.setup("worker", settings)
