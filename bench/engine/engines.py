@@ -14,6 +14,7 @@ from pathlib import Path
 from services.worker.build.choose import build_engine
 from services.worker.build.export import export
 from services.worker.engine.generation import GenerationEngine
+from services.worker.errors import CheckpointError
 from services.worker.job import Job, SamplingParams
 from services.worker.loader.exports import NAMES
 from services.worker.options import EngineOptions
@@ -66,7 +67,11 @@ def main() -> int:
         folder = folder_of(name, asked.model, asked.exports)
         began = time.perf_counter()
         options = EngineOptions(engine=name, max_batch_size=max(STREAMS), max_seq_length=512, threads=asked.threads)
-        engine = build_engine(folder, options, lambda *_: None).engine
+        try:
+            engine = build_engine(folder, options, lambda *_: None).engine
+        except CheckpointError as refusal:
+            print(f"| {name} | {refusal} | | | |", flush=True)
+            continue
         cells, equal = [f"{time.perf_counter() - began:.1f} s"], True
         for streams in STREAMS:
             answers, took, used = answer(engine, streams)
