@@ -44,7 +44,7 @@ def check(address: str, service: str = "", listening: bool = False) -> str:
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code.name
-    except OSError:  # Nobody listens there, or without encryption.
+    except OSError:  # No process listens there, or it does not encrypt.
         return grpc.StatusCode.UNAVAILABLE.name
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 

@@ -207,7 +207,6 @@ def offenders(paths: Iterator[Path], *packages: str) -> list[str]:
 
 def floors(graph: Mapping[Room, set[Room]]) -> int:
     """The length of the longest chain of imports. Raises RecursionError if imports form a circle."""
-
     heights: dict[Room, int] = {}
 
     def height(name: Room) -> int:

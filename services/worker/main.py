@@ -56,8 +56,8 @@ _SPINS = "1000"
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
-    """Let threads of OpenMP sleep soon where they wait for one another, unless the environment says how they wait. It
-    holds for libraries that are loaded later, as torch is, and for ranks."""
+    """Make a thread of OpenMP that waits for another one sleep after a short spin, unless the environment sets how
+    threads wait. Libraries that are loaded later read this, such as that of torch; so do the processes of ranks."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPINS)
 

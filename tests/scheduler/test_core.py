@@ -250,7 +250,7 @@ def test_the_credit_of_a_job_that_a_dead_gateway_never_sent_is_freed(stage: Stag
 
 
 def test_the_credit_of_a_job_whose_answer_was_lost_with_the_link_is_freed_at_a_busy_worker(stage: Stage) -> None:
-    """Its gateway is back, but its client has left meanwhile: nobody submits or withdraws it any more."""
+    """The gateway has attached again, but the client has left: the gateway neither submits nor withdraws the job."""
     stage.gateway("g2")
     stage.worker("w1", credits=3)
     stage.submit("lost")

@@ -1,4 +1,5 @@
-"""Where the weights of a model come from, and the formats and bytes that it takes. Knows checkpoints, no runner."""
+"""Where the weights of a model come from, the formats and bytes that it takes on its device, and the bytes that are
+free there. Knows checkpoints, no runner."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -136,5 +137,6 @@ def bytes_of_block(config: ModelConfig, options: EngineOptions, stored: torch.dt
 
 
 def free_gpu_bytes() -> int:
+    """Bytes that are free on this process's GPU."""
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])

@@ -35,7 +35,7 @@ _PAUSE_S = 2e-4
 """Between two modules: locks are not fair, and a step may wait for the channel."""
 
 
-class Orders(Protocol):
+class OrderSender(Protocol):
     """Sends what rank 0 orders. Any thread may call it."""
 
     def order(self, kind: Kind, *parts: bytes) -> None:
@@ -60,7 +60,7 @@ class SharedAdapter:
 class RanksAdapters:
     """`PreparedPages` of a grid of which this process is rank 0."""
 
-    def __init__(self, orders: Orders, own: PreparedPages, parts: AdapterParts) -> None:
+    def __init__(self, orders: OrderSender, own: PreparedPages, parts: AdapterParts) -> None:
         """own: the pages of this rank; parts: cuts adapters."""
         self.slots = own.slots
         self._orders, self._own, self._parts = orders, own, parts
@@ -95,7 +95,7 @@ class RanksAdapters:
         return self._own.loaded(slot)
 
 
-def _drop(dropped: "queue.SimpleQueue[int | None]", orders: Orders) -> None:
+def _drop(dropped: "queue.SimpleQueue[int | None]", orders: OrderSender) -> None:
     """Send the other ranks the numbers of copies that they are to drop. A copy may be let go of anywhere, even while a
     message is sent: so a thread of its own sends these."""
     while (number := dropped.get()) is not None:

@@ -1,4 +1,4 @@
-"""Loads a draft model for a runner, and says what it takes beside the model."""
+"""Loads a draft model for a runner, and computes the bytes and the context that it has there."""
 
 from typing import TYPE_CHECKING
 
