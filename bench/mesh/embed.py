@@ -1,6 +1,6 @@
 """MiniLM's shape with random weights beside ONNX Runtime, engine by engine and server by server. `make bench-embed`.
 
-    python -m bench.mesh.embed [queries] [hits] [--json FILE]
+    python -m bench.mesh.embed [queries] [hits] [awake] [--json FILE]
 
 Everything runs on this machine, in rounds that alternate; the best of five counts. Weft has the checkpoint and what
 `weft export onnx` writes of it, so that it may let ONNX Runtime compute texts that come alone. Texts are tokens of the
@@ -9,7 +9,8 @@ process: with one text at a time, and with 32, which ONNX Runtime gets padded to
 whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
 (`servers/onnx_runtime.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh
 has, one after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP;
-and calls of a server that does nothing (`servers/bare.py`), the floor of those of gRPC.
+and calls of a server that does nothing (`servers/bare.py`), the floor of those of gRPC. `awake` is the same while idle
+processes keep the cores from sleeping between two messages, as `docs/operations.md` says that operators can (Linux).
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from grpc import aio
 from transformers import BertConfig, BertModel
 
 from bench import table
+from bench.mesh.busy_cores import busy
 from bench.mesh.processes import Up, up
 from bench.mesh.servers.onnx_runtime import Texts, encoder
 from bench.table import Figure
@@ -217,6 +219,12 @@ async def measure_hits() -> list[Figure]:
     return figures
 
 
+async def measure_awake() -> list[Figure]:
+    """`measure_hits` on cores that do not sleep."""
+    with busy(os.sched_getaffinity(0)):
+        return await measure_hits()
+
+
 async def measure_floor() -> list[Figure]:
     """The same calls of a server that answers at once, and of one that calls such a server: as many calls of gRPC as a
     hit in the gateway and one in Redis take, and nothing else."""
@@ -336,6 +344,7 @@ def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, c
 PARTS: dict[str, table.Part] = {
     "queries": ("MiniLM's shape, float32", measure_queries),
     "hits": ("Vectors of MiniLM's shape from the caches", measure_hits),
+    "awake": ("Vectors of MiniLM's shape from the caches, on cores that do not sleep", measure_awake),
 }
 
 
