@@ -404,7 +404,7 @@ def settled(cost: Callable[[int], float], rate: float, rows: int, steps: int = 4
 @pytest.mark.parametrize("slope", [0.0, 0.02, 0.1, 0.3, 1.0])
 def test_the_depth_settles_near_the_best_one(rate: float, slope: float) -> None:
     def speed(depth: int) -> float:
-        return expected_tokens(rate, depth) / (1 + slope * depth)
+        return expected_tokens(1, [rate], [depth], depth)[depth] / (1 + slope * depth)
 
     best = max(speed(depth) for depth in range(9))
     depths = settled(lambda depth: 0.01 * (1 + slope * depth), rate, 8)

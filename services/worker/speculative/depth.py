@@ -6,6 +6,7 @@ tokens per second is taken; 0 is a depth like the others.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 _WEIGHT = 0.2  # of a new measurement of a step
 _GLOBAL_WEIGHT = 0.02  # of a guess in the mean over all answers
@@ -113,12 +114,13 @@ class DepthChooser:
             return [0] * len(room)
         if 0 not in times.seconds:
             return [0] * len(room)
-        best = self._best(times, rows, rates, room, longest)
+        tokens = expected_tokens(rows, rates, room, longest)
+        best = self._best(times, tokens)
         tried = times.on_trial(longest)
         if tried is not None and best < tried:  # Its first step alone made it look too slow.
             times.trials[tried] = times.trials.get(tried, 0) + 1
             return [min(tried, most) for most in room]
-        looked = self._to_measure(times, rows, rates, room, best, longest)
+        looked = self._to_measure(times, tokens, best)
         if looked is not None:
             return [min(looked, most) for most in room]
         chosen = self._cut(times, best, rows, rates, room)
@@ -141,33 +143,24 @@ class DepthChooser:
         times = self._times(rows)
         return max(times.rests_until - times.steps, 0)
 
-    def _best(self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> int:
-        known = [depth for depth in times.seconds if depth <= longest]
-        tried = min(max(known) + 1, longest)
-        return self._value_best(times, rows, rates, room, {*known, tried})
+    def _best(self, times: _Times, tokens: Sequence[float]) -> int:
+        known = [depth for depth in times.seconds if depth < len(tokens)]
+        tried = min(max(known) + 1, len(tokens) - 1)
+        return self._fastest(times, tokens, {*known, tried})
 
-    def _to_measure(
-        self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], best: int, longest: int
-    ) -> int | None:
+    def _to_measure(self, times: _Times, tokens: Sequence[float], best: int) -> int | None:
         """A depth that is due to be measured again, because what was slow once may have been so by chance; or None."""
         if best:
             times.wait = PROBE_STEPS
             nearby = [best + 1, best - 1]
         else:  # The first guess has a price of its own: a deeper one may pay where it does not.
-            deeper = [depth for depth in times.seconds if 0 < depth <= longest]
-            nearby = [self._value_best(times, rows, rates, room, deeper)] if deeper else []
-        return next((near for near in nearby if near <= longest and times.age(near) > times.wait), None)
+            deeper = [depth for depth in times.seconds if 0 < depth < len(tokens)]
+            nearby = [self._fastest(times, tokens, deeper)] if deeper else []
+        return next((near for near in nearby if near < len(tokens) and times.age(near) > times.wait), None)
 
-    def _value_best(
-        self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], depths: Collection[int]
-    ) -> int:
-        others = rows - len(rates)
-
-        def value(depth: int) -> float:
-            tokens = sum(expected_tokens(rate, min(depth, most)) for rate, most in zip(rates, room, strict=True))
-            return (others + tokens) / self._seconds(times, depth)
-
-        return max(sorted(depths), key=value)
+    def _fastest(self, times: _Times, tokens: Sequence[float], depths: Collection[int]) -> int:
+        """The depth with the most tokens per second; tokens: of a step, by its depth."""
+        return max(sorted(depths), key=lambda depth: tokens[depth] / self._seconds(times, depth))
 
     def _seconds(self, times: _Times, depth: int) -> float:
         below = depth
@@ -195,10 +188,9 @@ class DepthChooser:
         return self._by_rows.setdefault(rows.bit_length(), _Times())
 
 
-def expected_tokens(rate: float, guesses: int) -> float:
-    """Tokens that a row with `guesses` guesses draws on average, if each is right with the chance `rate`."""
-    total = chance = 1.0
-    for _ in range(guesses):
-        chance *= rate
-        total += chance
-    return total
+def expected_tokens(rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> list[float]:
+    """Tokens that a step of this many rows draws on average, for each depth from 0 to `longest`: each guess is right
+    with the chance `rates` of its row, which has at most `room` guesses."""
+    of_row = list(zip(rates, room, strict=True))
+    more = (sum(rate**depth for rate, most in of_row if most >= depth) for depth in range(1, longest + 1))
+    return list(accumulate(more, initial=float(rows)))
