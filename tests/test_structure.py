@@ -168,12 +168,11 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Dotted names that a file imports, wherever in it, and modules of the project that it names in a string."""
-    return frozenset(imported(path.read_text()))
+    return frozenset(imported(parsed(path)))
 
 
-def imported(source: str) -> set[str]:
-    """The same as `imports`, for a source text."""
-    tree = ast.parse(source)
+def imported(tree: ast.Module) -> set[str]:
+    """The same as `imports`, for a parsed source text."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -338,7 +337,7 @@ def files_in(folder: Path) -> Iterator[Path]:
     ],
 )
 def test_imports_by_name_are_found(source: str, seen: str) -> None:
-    assert seen in imported(source)
+    assert seen in imported(ast.parse(source))
 
 
 def test_every_file_has_an_opening_docstring() -> None:

@@ -1,11 +1,9 @@
 """Services refuse ports that others reach and that are not both encrypted and authenticated, and wrong credentials."""
 
 import asyncio
-import contextlib
 import os
 import stat
-import sys
-from collections.abc import AsyncIterator
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from services.security.certificates import main, write_all
 from services.security.identity import IdentityError, load, named
 from tests.mesh.conftest import demo_model
+from tests.mesh.forked import Forked
 from tests.mesh.harness import ROOT, Mesh, ask, generate
 from tests.security.conftest import KEY, PACED, SECRET, Files
 from weft.launch.reach import Reach
@@ -21,33 +20,26 @@ START_S = 60
 UNPROTECTED = "is open to other machines, without TLS and authentication: see SECURITY.md"
 
 
-@contextlib.asynccontextmanager
-async def started(service: str, **env: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A service at all addresses of this machine."""
+async def outcome(service: str, **env: str) -> str:
+    """Starts a service at all addresses -> its last line if it ends by itself; "listens" if it starts."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}
     settings = {"WEFT_LISTEN": "0.0.0.0:0", "WEFT_GATEWAY_HTTP_PORT": "0", "WEFT_LOG_FORMAT": "json", **env}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"services.{service}", cwd=ROOT, env={**own, **settings}, stderr=asyncio.subprocess.PIPE
-    )
-    yield process
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-
-
-async def outcome(service: str, **env: str) -> str:
-    """The last line of a service that ends by itself; "listens" for one that starts."""
-    async with started(service, **env) as process:
-        assert process.stderr is not None
-        async with asyncio.timeout(START_S):
-            lines: list[str] = []
-            while line := (await process.stderr.readline()).decode():
-                lines.append(line)
-                if '"listening"' in line or '"ready"' in line:
-                    return "listens"
-            assert await process.wait() == os.EX_CONFIG
-        reasons = [line for line in lines if not line.startswith("{")]
-        assert len(reasons) == 1, lines
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        log.touch()
+        process = Forked(f"services.{service}", {**own, **settings}, ROOT, log)
+        try:
+            async with asyncio.timeout(START_S):
+                while process.poll() is None:
+                    if '"listening"' in log.read_text() or '"ready"' in log.read_text():
+                        return "listens"
+                    await asyncio.sleep(0.02)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == os.EX_CONFIG
+        reasons = [line for line in log.read_text().splitlines() if not line.startswith("{")]
+        assert len(reasons) == 1, reasons
         return reasons[0]
 
 
