@@ -8,6 +8,8 @@ from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
 
 MAX_MESSAGES = 1024
+MAX_CALLS = 1024
+"""Most tool calls of all messages."""
 MAX_TOOLS = 128
 MAX_VARIABLES_BYTES = 64 << 10
 MAX_DEPTH = 100
@@ -24,6 +26,8 @@ def check_chat(chat: api.Chat) -> None:
         raise _wrong("messages", "empty", "EMPTY_PROMPT")
     if len(chat.messages) > MAX_MESSAGES:
         raise _wrong("messages", f"at most {MAX_MESSAGES}")
+    if sum(len(message.tool_calls) for message in chat.messages) > MAX_CALLS:
+        raise _wrong("messages.tool_calls", f"at most {MAX_CALLS}")
     for message in chat.messages:
         if not message.role:
             raise _wrong("messages.role", "empty")
@@ -38,6 +42,13 @@ def check_chat(chat: api.Chat) -> None:
             raise _wrong("continue_final_message", "not together with add_generation_prompt")
         if not chat.messages[-1].content:
             raise _wrong("continue_final_message", "the last message has no text to continue")
+
+
+def calls_in(messages: Iterable[object]) -> list[object]:
+    """The tool calls of messages in JSON, whatever they contain."""
+    objects = [message for message in messages if isinstance(message, dict)]
+    listed = (message.get(name) for message in objects for name in ("tool_calls", "toolCalls"))
+    return [call for calls in listed if isinstance(calls, list) for call in calls]
 
 
 def calls_required(chat: api.Chat) -> bool:

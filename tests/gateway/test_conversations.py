@@ -170,6 +170,7 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], field: str) ->
 @pytest.mark.parametrize(
     ("sent", "field"),
     [
+        (message("assistant", tool_calls=[call()] * 1025), "messages.tool_calls"),
         (message("assistant", tool_calls=[call(arguments="[]")]), "messages.tool_calls.arguments"),
         (message("assistant", tool_calls=[call(arguments="{'a': 1}")]), "messages.tool_calls.arguments"),
         (message("assistant", tool_calls=[call(name="")]), "messages.tool_calls.name"),

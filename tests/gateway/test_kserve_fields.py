@@ -313,6 +313,8 @@ def test_json_with_too_many_entries_is_refused_before_it_is_read() -> None:
     many = [*[{}] * 1024, 5]
     assert rule("messages", many) == rule("messages", {"messages": many}) == "messages: at most 1024"
     assert rule("messages", {"tools": many}) == "messages.tools: at most 128"
+    for calls in ({"tool_calls": many}, {"tool_calls": None, "toolCalls": many}, {"tool_calls": {}, "toolCalls": many}):
+        assert rule("messages", [5, calls]) == "messages.tool_calls: at most 1024"
     assert rule("bad_token_sequences", many) == "bad_token_sequences: at most 1024"
     assert rule("logit_bias", dict.fromkeys(range(1025), "x")) == "logit_bias: at most 1024"
 

@@ -382,6 +382,14 @@ def test_a_list_that_is_too_long_is_refused_before_it_is_read(kind: str, name: s
         parse(kind, REQUIRED[kind] | {name: [*[entry] * most, 5]})
 
 
+def test_too_many_tool_calls_are_refused_before_they_are_read() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    half: dict[str, Any] = {"role": "assistant", "tool_calls": [call] * 512}
+    parse("chat", {"messages": [half, half]})
+    with pytest.raises(WeftError, match=r"^messages\.tool_calls: at most 1024$"):
+        parse("chat", {"messages": [half, half, {"role": "assistant", "tool_calls": [5]}]})
+
+
 def test_too_many_biases_are_refused_before_they_are_read() -> None:
     with pytest.raises(WeftError, match=r"^logit_bias: at most 1024$"):
         parse("chat", REQUIRED["chat"] | {"logit_bias": dict.fromkeys(map(str, range(1024)), 1) | {"x": 1}})

@@ -21,7 +21,7 @@ from services import validate
 from services.errors import WeftError, invalid
 from services.gateway.doors.kserve.tensors import tensors
 from services.gateway.doors.kserve.values import assign, check_count, flag, integer, one
-from services.validate_chat import MAX_MESSAGES, MAX_TOOLS
+from services.validate_chat import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, calls_in
 
 VERSION = "1"
 PRIORITY_LEVELS = 2 * validate.MAX_PRIORITY + 1
@@ -91,6 +91,7 @@ def _messages(asked: Asked, name: str, value: Any) -> None:
         parsed = json.loads(value) if isinstance(value, str) else value
         chat = {"messages": parsed} if isinstance(parsed, list) else parsed
         check_count(name, chat.get("messages"), MAX_MESSAGES)
+        check_count(f"{name}.tool_calls", calls_in(chat.get("messages", ())), MAX_CALLS)
         check_count(f"{name}.tools", chat.get("tools"), MAX_TOOLS)
         json_format.ParseDict(chat, asked.request.prompt.chat)
     except (ValueError, RecursionError, TypeError, AttributeError, json_format.ParseError):

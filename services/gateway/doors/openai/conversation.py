@@ -15,7 +15,7 @@ from services.gateway.doors.openai.values import (
     unsupported,
     wrong,
 )
-from services.validate_chat import MAX_MESSAGES
+from services.validate_chat import MAX_CALLS, MAX_MESSAGES, calls_in
 
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
@@ -25,6 +25,7 @@ def messages(asked: Asked, name: str, value: Any) -> None:
     if not isinstance(value, list):
         raise wrong(name, "a list of messages")
     check_count(name, value, MAX_MESSAGES)
+    check_count(f"{name}.tool_calls", calls_in(value), MAX_CALLS)
     chat = asked.request.prompt.chat
     chat.SetInParent()
     for place, message in enumerate(value):
