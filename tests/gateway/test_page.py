@@ -77,6 +77,10 @@ async def test_the_mesh_as_json_and_as_events(mesh: FakeMesh) -> None:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = response.aiter_lines()
             data = [json.loads(line.removeprefix("data: ")) async for line in _first(lines, 3) if line]
+        for path, kind in (("/mesh", "application/json"), ("/mesh/events", "text/event-stream")):
+            head = await http.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"].startswith(kind)
     assert [each["workers"] for each in data] == [[worker]] * 2
     assert data[0]["at_s"] < data[1]["at_s"]
 
@@ -110,6 +114,7 @@ async def test_only_operators_see_the_mesh(tmp_path: Path, path: str) -> None:
         for key in ("", "wk-unknown", "wk-other"):
             async with client(mesh, key) as http:
                 statuses.append((await http.get(path)).status_code)
+                assert (await http.head(path)).status_code == statuses[-1]
                 assert (await http.get("/")).status_code == 200
         assert statuses == [401, 401, 403]
         async with client(mesh, "wk-secret") as http, http.stream("GET", path) as response:

@@ -98,12 +98,14 @@ class Exchange:
 
     __slots__ = (
         "_connection", "_ended", "_gone", "_receive", "_send", "credentials", "error_form", "extra", "headers",
-        "param", "path_params", "status", "stream",
+        "is_head", "param", "path_params", "status", "stream",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers = Headers(scope=scope)
         self.path_params: dict[str, Any] = scope.get("path_params", {})
+        self.is_head: bool = scope["method"] == "HEAD"
+        """The client wants the headers of the response alone; the server sends no body."""
         self.status = 0
         """Status of the response; 0 until it has begun."""
         self.extra: list[Header] = []

@@ -47,6 +47,8 @@ class WatchDoor:
 
 async def _send_all(exchange: Exchange, snapshots: AsyncGenerator[api.MeshSnapshot, None]) -> None:
     async for snapshot in snapshots:
+        if exchange.is_head:
+            break
         await exchange.write(b"data: " + orjson.dumps(_json(snapshot)) + b"\n\n")
 
 
