@@ -365,6 +365,7 @@ async def test_the_file_is_reloaded_and_running_streams_continue(mesh: Mesh, stu
 
 BROKEN = {
     "not TOML": ("[[tenant]\n", "is not TOML"),
+    "too deep": ("a = " + "[" * 100_000, "is nested too deeply"),
     "no tenants": ("", "tenant: Field required"),
     "a key as it is": (f'[[tenant]]\nname = "a"\nkeys = ["{KEYS["few"]}"]\n', "tenant.0.keys.0: "),
     "an unknown field": (entry("few", "request_per_second = 1"), "tenant.0.request_per_second: "),

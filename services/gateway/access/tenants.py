@@ -159,6 +159,8 @@ def parse(data: bytes, secret: bytes = b"") -> TenantTable:
         raise TenantsFileError("is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise TenantsFileError(f"is not TOML: {error}") from None
+    except RecursionError:
+        raise TenantsFileError("is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         raise TenantsFileError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
