@@ -68,14 +68,18 @@ class Totals:
 class Batch:
     """A batch that is being sent."""
 
-    def __init__(self, spec: Spec, output: Output, on_line: Callable[[int], None]) -> None:
-        """`on_line` takes the number of lines of the output after each of them."""
+    def __init__(
+        self, spec: Spec, output: Output, on_line: Callable[[int], None], on_wait: Callable[[str], None]
+    ) -> None:
+        """`on_line` takes the number of lines of the output after each of them; `on_wait` takes the reason why requests
+        wait, once whenever the mesh ceases to answer."""
         self.totals = Totals()
         self._spec = spec
         self._output = output
-        self._on_line = on_line
+        self._on_line, self._on_wait = on_line, on_wait
         self._answered_at = time.monotonic()
         """When the mesh last answered a request."""
+        self._waits = False
 
     async def run(self, requests: Iterable[Request]) -> None:
         """Sends the requests that the output does not have. Raises MeshGone, CaFileError and OSError."""
@@ -126,17 +130,17 @@ class Batch:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     fault = "for another name" if "mismatch" in str(error) else f"not trusted: see {CA_FILE}"
                     raise MeshGone(f"the certificate of {self._spec.url} is {fault}") from None
-                self._check_patience()
+                self._unanswered("cannot be reached")
             else:
                 status = response.status_code
                 server_errors += status >= 500 and status not in _BUSY
                 if status not in _BUSY and (status < 500 or server_errors >= _SERVER_ERRORS):
-                    self._answered_at = time.monotonic()
+                    self._answered()
                     return lines.answered(request, status, _body(response))
                 if status == 503:
-                    self._check_patience()
+                    self._unanswered("serves no request at the moment")
                 else:
-                    self._answered_at = time.monotonic()  # Full, but there.
+                    self._answered()  # Full, but there.
                 server_s = _seconds(response.headers.get("retry-after-ms"), 1000) or _seconds(
                     response.headers.get("retry-after"), 1
                 )
@@ -144,7 +148,14 @@ class Batch:
             await asyncio.sleep(max(server_s, wait_s) * random.uniform(0.75, 1.25))
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
-    def _check_patience(self) -> None:
+    def _answered(self) -> None:
+        self._answered_at, self._waits = time.monotonic(), False
+
+    def _unanswered(self, reason: str) -> None:
+        """Raises MeshGone if the mesh has not answered for too long."""
+        if not self._waits:
+            self._waits = True
+            self._on_wait(reason)
         if time.monotonic() - self._answered_at > self._spec.patience_s:
             raise MeshGone(f"no answer from {self._spec.url} for {self._spec.patience_s:g} s")
 

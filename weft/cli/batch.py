@@ -46,7 +46,11 @@ def batch(
             if output.done:
                 out.print(f"{len(output.done)} of {len(expected)} requests are answered in {answers}", markup=False)
             spec = Spec(url.rstrip("/"), api_key, min(concurrency, max(1, len(expected))), priority, patience)
-            work = Batch(spec, output, lambda done: show("requests", done, len(expected)))
+
+            def on_wait(reason: str) -> None:
+                out.print(f"{spec.url} {reason}: waiting for up to {patience:g} s", markup=False)
+
+            work = Batch(spec, output, lambda done: show("requests", done, len(expected)), on_wait)
             asyncio.run(work.run(lines.read(requests)))
             totals, failed = work.totals, output.failed
     except (lines.InputError, OutputError, MeshGone, CaFileError) as error:
