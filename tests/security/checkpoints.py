@@ -104,12 +104,22 @@ def _renamed(name: str, to: str) -> Damage:
     return lambda folder: (folder / name).rename(folder / to)
 
 
+def _sharded(damage: Damage) -> Damage:
+    """Without the single file, beside which no index is read."""
+
+    def both(folder: Path) -> None:
+        (folder / SINGLE).unlink()
+        damage(folder)
+
+    return both
+
+
 def _shards(count: int, named: str = "model-{:07d}.safetensors") -> Damage:
     def damage(folder: Path) -> None:
         owners = ",".join(f'"t{i}":"{named.format(i)}"' for i in range(count))
         (folder / INDEX).write_text(f'{{"weight_map":{{{owners}}}}}')
 
-    return damage
+    return _sharded(damage)
 
 
 def _many_words() -> bytes:
@@ -154,9 +164,9 @@ _FOLDERS: Mapping[str, Damage] = {
     "a shard that is a device": _link(SINGLE, "/dev/zero"),
     "a shard that is random": _link(SINGLE, "/dev/urandom"),
     "a shard that is a pipe": _pipe(SINGLE),
-    "an index that is a pipe": _pipe(INDEX),
-    "a sparse index of 6 GiB": _sparse(INDEX, 6 * _G),
-    "an index of lists": _written(INDEX, lambda: b"[" * 10_000_000),
+    "an index that is a pipe": _sharded(_pipe(INDEX)),
+    "a sparse index of 6 GiB": _sharded(_sparse(INDEX, 6 * _G)),
+    "an index of lists": _sharded(_written(INDEX, lambda: b"[" * 10_000_000)),
     "a sparse config of 6 GiB": _sparse("config.json", 6 * _G),
     "a sparse generation config of 6 GiB": _sparse("generation_config.json", 6 * _G),
     "a sparse tokenizer of 6 GiB": _sparse("tokenizer.json", 6 * _G),

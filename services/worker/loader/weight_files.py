@@ -28,14 +28,11 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def owners_in(model_dir: Path) -> dict[str, str]:
-    """The file of each tensor of a sharded checkpoint. Empty: there is no index, or one without any of its files beside
-    a single file: transformers removes the shards where it saves a single file, but not their index. Raises
-    CheckpointError."""
-    if not (model_dir / INDEX).exists():
+    """The file of each tensor of a sharded checkpoint. Empty: there is no index, or it stands beside a single file.
+    transformers reads that one, and leaves an old index where it saves it. Raises CheckpointError."""
+    if (model_dir / SINGLE).exists() or not (model_dir / INDEX).exists():
         return {}
-    owners = read_index(model_dir / INDEX)
-    gone = not any((model_dir / name).exists() for name in set(owners.values()))
-    return {} if gone and (model_dir / SINGLE).exists() else owners
+    return read_index(model_dir / INDEX)
 
 
 def single_file(model_dir: Path) -> Path | None:
