@@ -44,6 +44,11 @@ def amount(count: int) -> str:
     return str(count)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things that have a regular plural: 1 worker, 2 workers."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @contextlib.contextmanager
 def progress(out: Console, every_s: float = _LINE_EVERY_S) -> Iterator[Progress]:
     """On a terminal a bar for each phase; elsewhere a line at a phase's start and end, and every `every_s` seconds."""

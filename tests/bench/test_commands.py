@@ -183,7 +183,7 @@ async def test_a_load_that_cannot_be_run_is_refused_in_one_line(mesh: Mesh) -> N
 async def test_top_shows_the_worker_once(mesh: Mesh) -> None:
     ran = await weft("top", "--once", "--address", mesh.gateways[0].address)
     assert ran.exit_code == 0, ran.output
-    assert "1 workers, 1 gateways, 0 jobs queued" in ran.output
+    assert "1 worker, 1 gateway, 0 jobs queued" in ran.output
     assert re.search(r"weft-story-11m-\w{8} +both +ready .* 0/64 +0 +0 +0", ran.output)
     away = await weft("top", "--once", "--address", f"127.0.0.1:{free_port()}")
     assert away.exit_code == 1
@@ -195,7 +195,7 @@ async def test_the_doctor_reports_a_healthy_mesh(mesh: Mesh) -> None:
     assert ran.exit_code == 0, ran.output
     lines = {line.split()[1]: line for line in ran.output.splitlines()}
     assert lines["mesh"].startswith("ok")
-    assert "weft-story-11m (1 workers, context 8192)" in lines["models"]
+    assert "weft-story-11m (1 worker, context 8192)" in lines["models"]
     assert "1 ready" in lines["workers"]
 
 

@@ -147,7 +147,7 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
     assert refused is not None
     assert refused.code() is CODES.UNAVAILABLE
     assert "being loaded" in (refused.details() or "")
-    assert any("1 workers loading" in line for line in lines)
+    assert any("1 worker loading" in line for line in lines)
     assert any(line.strip().startswith("badger-") for line in lines)
     assert (await generate(stub, ask("A tale", max_tokens=3, model="badger"))).receipt.model == "badger"
 

@@ -80,6 +80,6 @@ def test_states_of_workers_and_services_are_named() -> None:
     phases = (State.PHASE_SILENT, State.PHASE_DETACHED, State.PHASE_DRAINING)
     workers = [worker(worker_id=f"fox-{phase}", phase=phase) for phase in phases]
     text = printed(snapshot(*workers, loading, scheduler_connected=False, cache=api.CACHE_STATE_DISCONNECTED))
-    for words in ("silent", "detached", "draining", "weights 40%", "1 workers loading", "cache not connected"):
+    for words in ("silent", "detached", "draining", "weights 40%", "1 worker loading", "cache not connected"):
         assert words in text
     assert "the scheduler does not answer" in text

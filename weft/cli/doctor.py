@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from protos import inference_pb2 as api
+from report.console import counted
 from services.host import available_memory
 from services.worker.parallel.placement import numa_nodes
 from weft.cli.reach import TIMEOUT_S, listens
@@ -232,7 +233,9 @@ async def _models(address: str) -> Finding:
             if error.code is grpc.StatusCode.UNAUTHENTICATED:
                 return Finding("models", Verdict.NOTE, "listed for callers with an API key: set WEFT_API_KEY")
             return Finding("models", Verdict.NOTE, "unknown without a mesh")
-    detail = ", ".join(f"{model.name} ({model.workers} workers, context {model.context_length})" for model in models)
+    detail = ", ".join(
+        f"{model.name} ({counted(model.workers, 'worker')}, context {model.context_length})" for model in models
+    )
     return Finding("models", Verdict.OK if models else Verdict.BAD, detail or "none is served")
 
 

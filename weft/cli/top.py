@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 
 from protos import inference_pb2 as api
+from report.console import counted
 from weft.cli.snapshot import first_snapshot
 from weft.cli.terminal import Row, fitted
 from weft.client.api import Client
@@ -89,9 +90,9 @@ async def _follow(client: Client, out: Console) -> None:
 def render(now: api.MeshSnapshot, width: int, before: api.MeshSnapshot | None = None) -> Group:
     """The snapshot as tables for a terminal of this width, with the steps per second since an earlier snapshot."""
     loading = sum(worker.phase == api.WorkerState.PHASE_LOADING for worker in now.workers)
-    facts = [f"{len(now.workers) - loading} workers", f"{len(now.gateways)} gateways"]
-    facts += [f"{loading} workers loading"] if loading else []
-    facts += [f"{sum(model.waiting for model in now.models)} jobs queued"]
+    facts = [counted(len(now.workers) - loading, "worker"), counted(len(now.gateways), "gateway")]
+    facts += [f"{counted(loading, 'worker')} loading"] if loading else []
+    facts += [f"{counted(sum(model.waiting for model in now.models), 'job')} queued"]
     facts += [_CACHES[now.cache]] if now.cache in _CACHES else []
     facts += [] if now.scheduler_connected else ["the scheduler does not answer: what follows may be old"]
     tables = (_models(now, width), _workers(now, before, width), _gateways(now, width))
