@@ -97,7 +97,8 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
         ({"activation_function": "relu"}, "activation_function relu is not supported; supported are gelu_new, "),
         ({"activation_function": ["gelu"]}, r"activation_function \['gelu'\] is not supported"),
         ({"n_head": 3}, "n_embd 64 is not 3 heads of an even number of dimensions"),
-        ({"n_positions": None}, "n_positions must be a positive whole number"),
+        ({"n_positions": None}, "n_positions is missing"),
+        ({"n_positions": 0}, "n_positions must be a positive whole number"),
         ({"reorder_and_upcast_attn": "no"}, "reorder_and_upcast_attn must be true or false"),
         (
             {"quantization_config": {"quant_method": "fp8"}},

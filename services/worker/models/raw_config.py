@@ -56,6 +56,8 @@ class RawConfig:
         return RawConfig(value or {}, self.file)
 
     def _number(self, name: str, kind: type[_Number], default: _Number | None, most: int) -> _Number:
+        if self.get(name) is None and default is None:
+            raise CheckpointError(f"{self.file}: {name} is missing")
         value: Any = self.get(name) or default
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value <= most or kind(value) != value:
