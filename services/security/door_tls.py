@@ -83,12 +83,22 @@ class DoorCertificate:
 
 def probe(certificate: bytes) -> tuple[grpc.ChannelCredentials, str]:
     """For a probe on the same machine: credentials that accept this very certificate, and the name to expect."""
+    return grpc.ssl_channel_credentials(certificate), _names(certificate)[0].replace("*", "probe", 1)
+
+
+def name_at(certificate: bytes, host: str) -> str:
+    """By which name clients on the same machine reach a door at this host: one that the certificate has; the host if it
+    has none for them."""
+    names = _names(certificate)
+    return next((name for name in (host, "localhost", *names) if name in names and "*" not in name), host)
+
+
+def _names(certificate: bytes) -> list[str]:
     from cryptography import x509
 
     parsed = x509.load_pem_x509_certificate(certificate)
     names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    known = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-    return grpc.ssl_channel_credentials(certificate), known[0].replace("*", "probe", 1)
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 
 def _configuration(certificate: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:

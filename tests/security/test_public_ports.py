@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from services.gateway.doors.http_routes import HttpRoutes
 from services.health import ROLE_OF, check
+from services.security.certificates import Authority
+from services.security.door_tls import name_at
 from tests.gateway.fakes import FakeMesh
 from tests.mesh.harness import Mesh, ask, generate
 from tests.security import callers
@@ -141,8 +143,6 @@ async def test_a_batch_is_answered_over_tls(mesh: Mesh, files: Files, tmp_path: 
 
 
 async def test_a_client_refuses_a_gateway_with_a_certificate_of_a_stranger(mesh: Mesh) -> None:
-    from services.security.certificates import Authority
-
     credentials = grpc.ssl_channel_credentials(Authority.random().certificate)
     async with aio.secure_channel(mesh.gateways[0].address, credentials) as channel:
         for method in callers.all_public_methods():
@@ -163,3 +163,17 @@ async def test_the_health_command_checks_every_encrypted_port(mesh: Mesh, monkey
 def _filled(path: str) -> str:
     """The path with a value for each of its parameters."""
     return "/".join("x" if part.startswith("{") else part for part in path.split("/"))
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["localhost"], "localhost"),
+        (["weft.example", "localhost", "127.0.0.1"], "127.0.0.1"),
+        (["*.example", "weft.example"], "weft.example"),
+        (["*.example"], "127.0.0.1"),
+    ],
+)
+async def test_callers_on_this_machine_are_given_a_name_of_the_certificate(names: list[str], name: str) -> None:
+    certificate = Authority.random().issue(names).certificate
+    assert name_at(certificate, "127.0.0.1") == name

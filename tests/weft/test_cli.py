@@ -580,10 +580,10 @@ async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -
     process = await start_weft(*arguments, home=tmp_path, **settings)
     lines = await lines_of_start(process)
     assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
-    assert any(line.startswith("OpenAI's API: https://127.0.0.1:") and line.endswith("/v1\n") for line in lines)
-    assert any(line.startswith("playground and live view: https://127.0.0.1:") for line in lines)
-    assert lines[-1] == f"try: weft generate 'Once upon a time' --address https://127.0.0.1:{port}   (Ctrl-C stops)\n"
-    assert any(line.startswith("serving ") and line.endswith(f" at 127.0.0.1:{port}\n") for line in lines)
+    assert any(line.startswith("OpenAI's API: https://localhost:") and line.endswith("/v1\n") for line in lines)
+    assert any(line.startswith("playground and live view: https://localhost:") for line in lines)
+    assert lines[-1] == f"try: weft generate 'Once upon a time' --address https://localhost:{port}   (Ctrl-C stops)\n"
+    assert any(line.startswith("serving ") and line.endswith(f" at localhost:{port}\n") for line in lines)
     assert f"listening at 0.0.0.0:{port}: open to other machines\n" in lines
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None

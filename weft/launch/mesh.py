@@ -30,11 +30,11 @@ class Running:
     """A mesh that is ready."""
 
     address: str
-    """host:port at which this machine reaches the gateway."""
+    """host:port at which this machine reaches the gateway: by a name of its certificate, if it has one."""
     listen: str
-    """host:port at which the gateway listens."""
+    """host:port at which the gateway listens for other machines; empty: for this one alone."""
     http_address: str
-    """host:port at which this machine reaches the gateway over HTTP; empty for none."""
+    """The same over HTTP; empty for none."""
     models: list[api.Model]
     supervisor: Supervisor
     tls: bool = False
@@ -59,8 +59,9 @@ async def up(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> Asy
                 plan.wait_served(mesh.address, spec.workers * len(spec.models), mesh.reach)
             )
             progress.done()
-            door = bool(mesh.reach.door)
-            yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor, door, mesh.tools)
+            named, over_http = (mesh.reach.by_name(address) for address in (mesh.address, mesh.http_address))
+            listen = mesh.listen if mesh.listen != mesh.address else ""
+            yield Running(named, listen, over_http, models, supervisor, bool(mesh.reach.door), mesh.tools)
 
 
 async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> None:
@@ -78,7 +79,7 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
                 if os.environ.get("WEFT_GATEWAY_PAGE", "").lower() not in _FALSE:
                     page = f"{scheme}://{mesh.http_address}/"
                     out.print(f"playground and live view: {bold(page)}", markup=True)
-            if mesh.listen != mesh.address:
+            if mesh.listen:
                 out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
             if mesh.tools:
                 out.print(f"adapters and profiles, as in: {mesh.tools}", markup=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpc import aio
 
 from services import rpc
-from services.security.door_tls import CERT, probe
+from services.security.door_tls import CERT, name_at, probe
 from services.security.identity import NOBODY, Identity, IdentityError, read
 from services.security.roles import Role
 from weft.launch.admin import admin_identity, has_identity, secret_file
@@ -30,6 +30,11 @@ class Reach:
             return rpc.link_channel(address, peer, NOBODY)
         credentials, name = probe(self.door)
         return aio.secure_channel(address, credentials, options=[("grpc.ssl_target_name_override", name)])
+
+    def by_name(self, address: str) -> str:
+        """host:port of a door as callers on this machine reach it: with a certificate, by a name that this has."""
+        host, _, port = address.rpartition(":")
+        return f"{name_at(self.door, host)}:{port}" if self.door and address else address
 
 
 PLAIN = Reach()
