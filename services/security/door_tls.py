@@ -94,10 +94,14 @@ def name_at(certificate: bytes, host: str) -> str:
 
 
 def _names(certificate: bytes) -> list[str]:
+    """The names that gRPC compares with that of a server: without alternative ones, the common one."""
     from cryptography import x509
 
     parsed = x509.load_pem_x509_certificate(certificate)
-    names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    try:
+        names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return [str(each.value) for each in parsed.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 

@@ -1,6 +1,7 @@
 """The gateway's ports answer nobody without a key, and nobody without TLS, whatever the method or route."""
 
 import asyncio
+import datetime
 import itertools
 import json
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from grpc import aio
 from typer.testing import CliRunner
 
 from services.gateway.doors.http_routes import HttpRoutes
 from services.health import ROLE_OF, check
 from services.security.certificates import Authority
-from services.security.door_tls import name_at
+from services.security.door_tls import name_at, probe
 from tests.gateway.fakes import FakeMesh
 from tests.mesh.harness import Mesh, ask, generate
 from tests.security import callers
@@ -177,3 +182,24 @@ def _filled(path: str) -> str:
 async def test_callers_on_this_machine_are_given_a_name_of_the_certificate(names: list[str], name: str) -> None:
     certificate = Authority.random().issue(names).certificate
     assert name_at(certificate, "127.0.0.1") == name
+
+
+async def test_a_probe_accepts_a_certificate_with_a_common_name_alone() -> None:
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "weft.ex")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    valid = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+    certificate = valid.sign(key, hashes.SHA256())
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    server = aio.server()
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(private, pem)]))
+    await server.start()
+    credentials, expected = probe(pem)
+    options = [("grpc.ssl_target_name_override", expected)]
+    async with aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 30)
+    await server.stop(None)
+    assert name_at(pem, "127.0.0.1") == "weft.ex"
