@@ -9,8 +9,9 @@ process: with one text at a time, and with 32, which ONNX Runtime gets padded to
 whole mesh with its default threads, and ONNX Runtime with two in one process behind a plain gRPC server
 (`servers/onnx_runtime.py`); both get the same calls from 1 and from 32 clients. `hits` sends texts whose vectors a mesh
 has, one after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP;
-and calls of a server that does nothing (`servers/bare.py`), the floor of those of gRPC. `awake` is the same while idle
-processes keep the cores from sleeping between two messages, as `docs/operations.md` says that operators can (Linux).
+and calls of a server that does nothing (`servers/bare.py`), the floor of those of gRPC. `awake` (Linux) measures the
+same on cores that do not sleep between two messages: on each a process computes whenever no other does.
+`docs/operations.md` says how an operator gets such cores.
 """
 
 import asyncio
@@ -344,8 +345,9 @@ def _figures(times: Mapping[tuple[str, int, str], Sequence[float]], kind: str, c
 PARTS: dict[str, table.Part] = {
     "queries": ("MiniLM's shape, float32", measure_queries),
     "hits": ("Vectors of MiniLM's shape from the caches", measure_hits),
-    "awake": ("Vectors of MiniLM's shape from the caches, on cores that do not sleep", measure_awake),
 }
+if sys.platform == "linux":
+    PARTS["awake"] = ("Vectors of MiniLM's shape from the caches, on cores that do not sleep", measure_awake)
 
 
 if __name__ == "__main__":

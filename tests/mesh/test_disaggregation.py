@@ -168,7 +168,7 @@ class Crowd:
         """-> the answers, each of which is that of an undisturbed worker."""
         answers = await asyncio.gather(*self.tasks)
         calm: list[Answer] = []
-        for start in range(0, STREAMS, 16):  # On a busy machine a gateway would refuse some of so many at once.
+        for start in range(0, STREAMS, 16):  # A gateway on a busy machine refuses some of 64 requests at once.
             some = self.requests[start : start + 16]
             calm += await asyncio.gather(*(generate(stub, whole(each), deadline_s=110) for each in some))
         for answer, other in zip(answers, calm, strict=True):

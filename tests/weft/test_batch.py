@@ -184,8 +184,8 @@ async def test_an_unreachable_mesh_ends_the_batch_with_one_line(mesh: Mesh, tmp_
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     at = "http://127.0.0.1:9"
-    told = [line for line in done.stderr.splitlines() if at in line]
-    assert told == [f"{at} cannot be reached: waiting for up to 0.2 s", f"weft: no answer from {at} for 0.2 s"]
+    printed = [line for line in done.stderr.splitlines() if at in line]
+    assert printed == [f"{at} cannot be reached: waiting for up to 0.2 s", f"weft: no answer from {at} for 0.2 s"]
     assert answers(paths[1]) == {}
 
 

@@ -91,7 +91,7 @@ def _messages(asked: Asked, name: str, value: Any) -> None:
         parsed = json.loads(value) if isinstance(value, str) else value
         chat = {"messages": parsed} if isinstance(parsed, list) else parsed
         check_count(name, chat.get("messages"), MAX_MESSAGES)
-        check_count(f"{name}.tool_calls", calls_in(chat.get("messages", ())), MAX_CALLS)
+        check_count(f"{name}.tool_calls", calls_in(chat.get("messages") or ()), MAX_CALLS)
         check_count(f"{name}.tools", chat.get("tools"), MAX_TOOLS)
         json_format.ParseDict(chat, asked.request.prompt.chat)
     except (ValueError, RecursionError, TypeError, AttributeError, json_format.ParseError):
