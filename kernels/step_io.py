@@ -10,9 +10,9 @@ row's, rows without tokens and context, and samples of row -1, which use the las
     rows      R + 1 starts, R contexts, R slots (-1: its tokens are not stored in the KV pool, and have position 0)
     samples   S rows that sample (-1: none; -2 - row: the row's logits are drawn from later, now for the last slot)
 
-In a step with guesses all tokens are sampled from, T = S, and a sample is its row + GUESS_PLACE times the number of the
-row's tokens after it. The own guesses of a slot, those of a draft model, are in a table on the device: the words may be
-sent before the guesses are made.
+In a step with guesses a sample is its row + GUESS_PLACE times the number of tokens of the row after it. Where they are
+checked, all tokens are sampled from, T = S. The own guesses of a slot, those of a draft model, are in a table on the
+device: the words may be sent before the guesses are made.
 
 Every list begins at a multiple of four words, so that all pointers have one alignment and one compiled kernel serves.
 """
@@ -88,18 +88,18 @@ def unpack_kernel(
         own = chosen >= 0  # not drawn later
         chosen = tl.where(chosen < -1, -2 - chosen, chosen)
         drawn = chosen >= 0
+        after = tl.zeros_like(chosen)
         if places is not None:
             after = tl.where(drawn, chosen // GUESS_PLACE, 0)
             chosen = tl.where(drawn, chosen % GUESS_PLACE, -1)
+        before = tl.load(starts + 1 + chosen, mask=drawn, other=1) - 1 - after
+        tl.store(sampled + here, before.to(tl.int64), mask=some)
+        if places is not None:
             begin = tl.load(starts + chosen, mask=drawn, other=0)
-            end = tl.load(starts + 1 + chosen, mask=drawn, other=1)
-            tl.store(places + here, tl.where(drawn, end - 1 - after - begin, 0), mask=some)
-        tl.store(sampled + here, tl.load(starts + 1 + chosen, mask=drawn, other=1).to(tl.int64) - 1, mask=some)
+            tl.store(places + here, tl.where(drawn, before - begin, 0), mask=some)
         sampler = tl.load(slots + chosen, mask=own, other=nobody).to(tl.int64)
         tl.store(sample_slots + here, sampler, mask=some)
-        context = tl.load(contexts + chosen, mask=drawn, other=0).to(tl.int64)
-        if places is not None:
-            context -= after
+        context = tl.load(contexts + chosen, mask=drawn, other=0).to(tl.int64) - after
         prompt_len = tl.load(prompt_lens + sampler, mask=own, other=0)
         tl.store(sample_positions + here, context - prompt_len, mask=some)
 
@@ -160,7 +160,7 @@ class StepInputs:
     tables: Tensor
     """int32 [R, row blocks]."""
     sampled: Tensor
-    """int64 [S]: the last token of each row that samples."""
+    """int64 [S]: the tokens that are sampled from: the last one of each row that samples, or guesses."""
     sample_slots: Tensor
     """int64 [S]."""
     sample_positions: Tensor

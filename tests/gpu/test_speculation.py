@@ -19,6 +19,7 @@ from services.worker.structured.compiler import GuidanceForms
 from tests.checkpoints import DEMO, SMALL_DEMO
 from tests.draft_heads import make_heads
 from tests.gpu.conftest import EngineMaker
+from tests.parallel_drafts import with_mask
 from tests.worker.drive import job, open_engine, prompt_of, run
 from tests.worker.test_speculation import PARAMS, Replay
 from tests.worker.test_structured import varied_forms
@@ -95,9 +96,18 @@ def heads(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     return make_heads(tmp_path_factory.mktemp("heads") / "heads", checkpoint("llama-damped"))
 
 
-@pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft", "heads"])
-def test_random_requests_are_equal(speculate: str, checkpoint: Callable[[str], Path], heads: Path) -> None:
-    name = {"draft": f"draft:{checkpoint('qwen3')}", "heads": f"heads:{heads}"}.get(speculate, speculate)
+@pytest.fixture(scope="module")
+def parallel(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A parallel draft model for `llama`, whose first guess is always right."""
+    return with_mask(checkpoint("llama"), tmp_path_factory.mktemp("parallel") / "draft")
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft", "parallel draft", "heads"])
+def test_random_requests_are_equal(
+    speculate: str, checkpoint: Callable[[str], Path], heads: Path, parallel: Path
+) -> None:
+    drafts = {"draft": f"draft:{checkpoint('qwen3')}", "parallel draft": f"draft:{parallel}", "heads": f"heads:{heads}"}
+    name = drafts.get(speculate, speculate)
     folder = checkpoint("llama-damped" if speculate == "heads" else "llama")
     for depth in (4, None):
         wrong, line = equality.compare(
@@ -143,6 +153,12 @@ def test_a_draft_is_as_often_right_as_on_a_cpu() -> None:
     begun = enumerate(prompts(DEMO))
     jobs = [job(key, prompt, max_tokens=200, temperature=key % 2, seed=key) for key, prompt in begun]
     differences = differences_to_a_cpu(DEMO, jobs, speculate=f"draft:{SMALL_DEMO}", max_seq_length=256)
+    assert max(map(abs, differences)) < 0.06, differences
+
+
+def test_a_parallel_draft_is_as_often_right_as_on_a_cpu(checkpoint: Callable[[str], Path], parallel: Path) -> None:
+    jobs = [job(key, prompt_of(9 + 5 * key, key), max_tokens=200, temperature=key % 2, seed=key) for key in range(16)]
+    differences = differences_to_a_cpu(checkpoint("llama"), jobs, speculate=f"draft:{parallel}")
     assert max(map(abs, differences)) < 0.06, differences
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, draft_pass, kv_pages, sampling, step_io
+from kernels import attention, draft_pass, kv_pages, parallel_draft, sampling, step_io
 from kernels.activation import activate, gelu
 from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.norm import normalize
@@ -365,6 +365,51 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool
             assert ids[begin:end] == wanted
             assert positions[begin:end] == [*range(row[1] - len(wanted), row[1])]
             assert int(inputs.sampled[number]) == end - 1
+
+
+def check_parallel_pass(held: int, drawn: list[tuple[int, int]], depth: int) -> None:
+    """The words of a pass of a parallel draft model behind a step whose rows have these lengths and keep these draws,
+    and where its guesses go."""
+    count, slots, mask = len(drawn), held + 3, 901
+    lengths, kept = ([row[part] for row in drawn] for part in (0, 1))
+    owners, contexts = random.sample(range(slots), count), random.sample(range(9, 900), count)
+    sizes = held * max(lengths), held, held * max(lengths)
+    words = np.full(step_io.words_of(*sizes), 77, np.int32)
+    StepRows(Rows(owners, lengths, lengths, np.full(sum(lengths), -2, np.int32)), contexts).lay_out(
+        words.data, 0, sizes
+    )
+    checked, counts = torch.from_numpy(words).to(DEVICE), torch.full((held,), 77, dtype=torch.int32, device=DEVICE)
+    counts[:count] = torch.tensor(kept)
+    last = torch.randint(0, 900, (slots + 1,), device=DEVICE)
+    guesses = torch.randint(0, 900, (slots + 1, 8), dtype=torch.int32, device=DEVICE)
+    tokens, samples = 2 * depth * held, depth * held
+    sent = torch.full((step_io.words_of(tokens, held, samples) + 4,), 77, dtype=torch.int32, device=DEVICE)
+    parallel_draft.begin(checked, sizes, count, counts, last, guesses, sent, held, depth, mask)
+    assert sent[-4:].eq(77).all()
+
+    tables, none = torch.ones(slots + 1, 64, dtype=torch.int32, device=DEVICE), torch.full_like(last, -9)
+    inputs = step_io.step_inputs(sent, tokens, held, samples, tables[:-1].clone(), guesses=True)
+    step_io.unpack(sent, none, torch.zeros_like(last), tables, inputs, 16, guesses)
+    ids, positions, starts = inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.starts.tolist()
+    expected_slots, drawing, before = [], torch.randint(0, 900, (samples,), device=DEVICE), guesses.clone()
+    for row in range(held):
+        begin, end = starts[row : row + 2]
+        length, draws = drawn[row] if row < count else (0, 0)
+        wanted = length - 1 if draws else 0
+        if wanted <= 0:
+            assert begin == end
+            expected_slots += [slots] * depth
+            continue
+        slot, known = owners[row], contexts[row] - length + draws + 1
+        assert ids[begin:end] == [*before[slot, : draws - 1].tolist(), int(last[slot]), *[mask] * (wanted - 1)]
+        assert positions[begin:end] == [*range(known - draws, known + wanted - 1)]
+        assert inputs.sampled[row * depth :][:wanted].tolist() == [*range(end - wanted, end)]
+        assert inputs.sample_positions[row * depth :][:wanted].tolist() == [*range(known, known + wanted)]
+        expected_slots += [*[slot] * wanted, *[slots] * (depth - wanted)]
+        before[slot, :wanted] = drawing[row * depth :][:wanted]
+    assert inputs.sample_slots.tolist() == expected_slots
+    parallel_draft.store(drawing, inputs.sample_slots, guesses, depth)
+    assert torch.equal(guesses[:-1], before[:-1])
 
 
 def check_masks(samples: int, masks: int, vocab: int, words: int, dtype: torch.dtype) -> None:

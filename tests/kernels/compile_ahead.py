@@ -32,6 +32,7 @@ from kernels import (
     kv_pages,
     lora,
     norm,
+    parallel_draft,
     quantized_weights,
     rope_kv,
     sampling,
@@ -89,7 +90,7 @@ EVERYWHERE = frozenset(
     {
         "accept 1024 0.5", "adapted down 1 16", "adapted gated 64 16", "adapted o 64 16", "adapted qkv 64 16",
         "add layer norm", "advance", "attention 128", "attention capped 256 True", "attention of 9 tokens",
-        "attention torch.float8_e4m3fn False", "attention torch.int8 False", "columns of ranks 128",
+        "attention torch.float8_e4m3fn False", "attention torch.int8 False", "begin masks", "columns of ranks 128",
         "dequantize fp8 blocks", "dequantize int4 128", "dequantize int4 64", "dequantize int8", "dequantize nf4",
         "edit", "embed texts", "experts added", "experts added in parts", "experts fp8 600", "experts gated int4 1",
         "experts gated plain 1", "experts int4 zeros 600", "experts of rounded rows plain 600",
@@ -99,7 +100,8 @@ EVERYWHERE = frozenset(
         "mask", "packed texts 4096 128", "packed texts 4096 64", "parts 8", "pool texts Pooling.MAX", "qkv 1 64",
         "received activations", "rms_norm", "rope norm 128", "rope torch.float8_e4m3fn", "rope torch.int8",
         "round gated rows", "round rows", "route 128", "route 40", "route 600", "rows of ranks", "sample None",
-        "sample guesses 1024", "scatter", "sent activations", "silu_and_mul", "states before", "sum and norm",
+        "sample guesses 1024", "scatter", "sent activations", "silu_and_mul", "states before", "store guesses",
+        "sum and norm",
         "sum of parts", "sum of parts and norm", "sum of ranks 128", "top", "unpack guesses",
     }
 )  # fmt: skip
@@ -127,6 +129,7 @@ MODULES = (
     fused,
     norm,
     packed_texts,
+    parallel_draft,
     peer_stages,
     peer_sums,
     texts,
@@ -346,6 +349,9 @@ def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
     yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16, own)
     yield "advance", partial(draft_pass.advance, index(2), index(2), last, step, step)
     yield "follow", partial(draft_pass.follow, step, (8, 2, 8), 2, step[:2], last, own, step, 2)
+    begun = step, (8, 2, 8), 2, step[:2], last, own, step, 2, 4, 7
+    yield "begin masks", partial(parallel_draft.begin, *begun)
+    yield "store guesses", partial(parallel_draft.store, index(8), index(8), own, 4)
     yield "keep states", partial(hidden_states.keep, new(9, 4096), index(9), new(32, 3 * 4096), 4096)
     yield "states before", partial(hidden_states.before, guessed, new(32, 3 * 4096), 16)
     yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])

@@ -25,6 +25,7 @@ from services.worker.runners.cpu.adapters import CpuAdapters
 from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.ops import ReferenceOps
+from services.worker.runners.cpu.parallel_draft import CpuParallelDraft
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.draft_model import GpuDraftModel
@@ -32,6 +33,7 @@ from services.worker.runners.cuda.forward import Computed
 from services.worker.runners.cuda.gpu_step import finite_of_few, finite_of_many
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
+from services.worker.runners.cuda.parallel_draft import GpuParallelDraft
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import Edit, SlotState, Words
 from tests.tiny_config import tiny_config
@@ -185,6 +187,42 @@ def check_draft_guesses() -> None:
     assert [len(each) for each in followed] == [0, 0, 3, 0, 0, 2, 3, 3, 3, 3, 3, 0], "none where blocks end"
 
 
+def check_parallel_guesses() -> None:
+    """A parallel draft model guesses what it guesses on a CPU: behind a prompt, in catch-ups, of rows that want one,
+    three and no guesses, behind right and wrong ones, and behind the step before."""
+    gpu, cpu = _runners(3, 48, 32, 9, drafts=True, mask_token=11)
+    mine, other = gpu.draft, cpu.draft
+    assert isinstance(mine, GpuParallelDraft)
+    assert isinstance(other, CpuParallelDraft)
+    begins = [_admit(0, 14), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
+    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
+    sequences, computed = [[*range(7, 21)], [8, 3], [5]], [0, 0, 0]
+    words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
+    checked, followed, guessed = _checked_guesses(gpu), 0, 0
+    for counts in (None, (3, 1, 0), (0, 2, 3), (4, 1, 1), (2, 1, 1), (3, 1, 2), (0, 0, 0), (4, 4, 4)):
+        if counts is not None:
+            edits: list[_EditOf] = [
+                (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
+                for slot, count in enumerate(counts)
+                if count or not any(counts)
+            ]
+            words = _packed(edits, [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)])
+        guesses = _recorded_guesses(other)
+        followed += sum(0 < count <= gpu._followed.get(slot, 0) for slot, count in enumerate(counts or ()))
+        for slot, tokens in enumerate(_compare(gpu, cpu, words).sampled.tokens):
+            if counts is not None and (counts[slot] or not any(counts)):
+                assert checked[slot, : counts[slot]].tolist() == guesses[slot]
+                guessed += counts[slot]
+                computed[slot] = len(sequences[slot])
+            sequences[slot] += tokens
+        for slot, count in enumerate(computed):
+            for pool, exact in zip(mine.kv.layers, other.kv.layers, strict=True):
+                keys, expected = (layer[1 + 3 * slot :].flatten(0, 1)[:count] for layer in (pool, exact))
+                torch.testing.assert_close(keys, expected, rtol=1e-4, atol=1e-4)
+    assert followed > 4
+    assert guessed > 20
+
+
 def check_heads_guesses() -> None:
     """Draft heads guess what they guess on a CPU, from the same hidden states: in catch-ups, in first passes of several
     tokens, of rows that want one, three and no guesses, after a prefix that came without hidden states, and behind the
@@ -240,15 +278,15 @@ def _checked_guesses(gpu: GpuRunner) -> torch.Tensor:
     return table
 
 
-def _recorded_guesses(heads: CpuHeads) -> dict[int, list[int]]:
+def _recorded_guesses(draft: CpuDraftModel) -> dict[int, list[int]]:
     """Each slot's guesses of the next step."""
     found: dict[int, list[int]] = {}
 
     def guess(*arguments: Any) -> dict[int, list[int]]:
-        found.update(CpuHeads.guess(heads, *arguments))
+        found.update(type(draft).guess(draft, *arguments))
         return found
 
-    heads.guess = guess  # type: ignore[method-assign,assignment]
+    draft.guess = guess  # type: ignore[method-assign,assignment]
     return found
 
 
@@ -386,7 +424,8 @@ def _runners(
         guessing.allocate(blocks)
         guessing.launch_all()
         _hold_passes(guessing)
-        draft = CpuDraftModel(exact, ops, blocks, 16, torch.float32)
+        made = CpuDraftModel if exact.config.mask_token is None else CpuParallelDraft
+        draft = made(exact, ops, blocks, 16, torch.float32)
     return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32, draft, host_pages)
 
 

@@ -19,6 +19,7 @@ from services.worker.build.drafting.load import (
     draft_context,
     load_cpu_draft,
     load_gpu_draft,
+    redoes_guesses,
 )
 from services.worker.build.engine_parts import EngineParts
 from services.worker.build.weights import (
@@ -130,7 +131,7 @@ def _on_cpu(
         adapters,
     )  # fmt: skip
     parts = _parts(source, options, replace(plan, weights=model.nbytes), runner, runner)
-    return replace(parts, draft_context=context, adapters=adapters)
+    return replace(parts, draft_context=context, redo_guesses=redoes_guesses(draft, heads), adapters=adapters)
 
 
 def _on_gpu(
@@ -200,7 +201,10 @@ def _on_gpu(
     limit = partial(most_guesses, guesses=guesses)
     parts = _parts(source, options, plan, runner, runner)
     shared = SharedGpuPool(runner.kv)
-    return replace(parts, draft_context=context, guess_limit=limit, adapters=adapters, shared_memory=shared)
+    redo = redoes_guesses(draft, heads)
+    return replace(
+        parts, draft_context=context, redo_guesses=redo, guess_limit=limit, adapters=adapters, shared_memory=shared
+    )
 
 
 def _parts(

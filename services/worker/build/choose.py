@@ -158,7 +158,9 @@ def build_engine(
         block_layout=parts.block_layout,
         block_dtype=parts.block_dtype,
         recorder=TorchRecorder,
-        speculation=make_speculation(options, parts.draft_context, parts.runner.depth > 1, parts.guess_limit),
+        speculation=make_speculation(
+            options, parts.draft_context, parts.runner.depth > 1, parts.guess_limit, parts.redo_guesses
+        ),
         adapter_pages=parts.adapters,
     )
     log.info("memory: %s", parts.memory)

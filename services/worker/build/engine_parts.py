@@ -25,6 +25,8 @@ class EngineParts:
     """The format of their numbers."""
     draft_context: int = 0
     """Tokens of the context of the runner's draft model; 0: it has none."""
+    redo_guesses: bool = False
+    """Whether the draft model computes right guesses once more, as in `DraftProgress`."""
     adapters: PreparedPages | None = None
     """The runner's adapters; None: it serves none."""
     shared_memory: SharedMemory | None = None

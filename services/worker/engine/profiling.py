@@ -29,7 +29,7 @@ _FAMILIES = (
     ("texts", ("embed_texts", "pool_texts")),
     ("rope and KV", ("rope", "copy_blocks", "keep_kernel", "before_kernel")),
     ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel", "advance_kernel",
-                     "follow_kernel")),
+                     "follow_kernel", "begin_masks_kernel", "store_guesses_kernel")),
     ("experts", ("choose_experts", "route_few", "router_kernel", "count_kernel", "place_kernel", "grouped_kernel",
                  "add_weighted")),
     ("adapters", ("shrink_kernel", "expand_kernel", "adapted_kernel")),

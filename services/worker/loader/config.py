@@ -50,7 +50,8 @@ def _read_config(model_dir: Path, config: _FileState | None, generation: _FileSt
     shape = family_of(raw.architecture).read_config(raw)
     quantization = raw.section("quantization_config")
     eos = _read_eos(raw, model_dir, shape.vocab_size)
-    model = replace(shape, eos_token_ids=eos, kv_dtype=_read_kv_dtype(quantization))
+    mask_token = _read_mask_token(raw, shape.vocab_size)
+    model = replace(shape, eos_token_ids=eos, mask_token=mask_token, kv_dtype=_read_kv_dtype(quantization))
     return CheckpointConfig(raw.values, model, quantization.values or None)
 
 
@@ -72,6 +73,16 @@ def _read_kv_dtype(quantization: RawConfig) -> str:
             f"kv_cache_scheme of {bits} bits ({kind}) is not supported; supported are 8, float or int"
         )
     return "fp8" if kind == "float" else "int8"
+
+
+def _read_mask_token(raw: RawConfig, vocab_size: int) -> int | None:
+    """`pard_token`, the mask token of a parallel draft model."""
+    token = raw.get("pard_token")
+    if token is None:
+        return None
+    if type(token) is not int or not 0 <= token < vocab_size:
+        raise CheckpointError(f"config.json: pard_token must be a token of the vocabulary, below {vocab_size}")
+    return token
 
 
 def _read_eos(raw: RawConfig, model_dir: Path, vocab_size: int) -> tuple[int, ...]:

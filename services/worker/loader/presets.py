@@ -35,6 +35,17 @@ _LLAMA = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+_LLAMA_1B = {
+    **_LLAMA,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": {
         **_LLAMA,
@@ -56,17 +67,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "rope_scaling": _LLAMA3_ROPE,
     },
-    "llama-3.2-1b": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
-    },
+    "llama-3.2-1b": _LLAMA_1B,
+    "pard-llama-3.2-1b": {**_LLAMA_1B, "pard_token": 128255},
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 151936,

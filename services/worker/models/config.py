@@ -84,6 +84,9 @@ class ModelConfig:
     """Factor of the embedding of tokens, rounded to the model's dtype."""
     moe: MoeConfig | None = None
     """None: the MLP of each layer is one of `intermediate_size` neurons."""
+    mask_token: int | None = None
+    """Stands for a token that is not known yet, of a model that guesses several tokens in one pass; None: it guesses
+    one."""
     kv_dtype: str = "auto"
     """The format of stored keys and values for which the checkpoint was calibrated (fp8, int8); auto: none."""
 

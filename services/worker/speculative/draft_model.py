@@ -34,8 +34,9 @@ class DraftProgress:
     """The progress of the draft model in all sequences."""
 
     def __init__(self, block_size: int, longest: int, redo_guesses: bool = False) -> None:
-        """longest: tokens of the draft model's context. redo_guesses: right guesses are computed once more, because the
-        hidden states before them are known by then, as those of draft heads are."""
+        """longest: tokens of the draft model's context. redo_guesses: right guesses are computed once more: of draft
+        heads because the hidden states before them are known by then, of a parallel draft model because it guesses
+        them without having computed them."""
         self._block_size, self._longest, self._redo_guesses = block_size, longest, redo_guesses
         self._by_key: dict[int, _Progress] = {}
         self._blocks: set[int] = set()

@@ -4,6 +4,7 @@ from tests.kernels.cases import (
     check_draft_pass,
     check_edits,
     check_padding_tokens,
+    check_parallel_pass,
     check_pass_behind_a_step,
     check_step_lists,
 )
@@ -38,3 +39,11 @@ def test_passes_behind_a_step() -> None:
     for held, drawn in ((1, [(5, 5)]), (1, [(5, 4)]), (4, [(2, 2), (2, 1), (3, 3)]), (8, some), (64, some * 10)):
         for redo in (False, True):
             check_pass_behind_a_step(held, drawn, redo)
+
+
+def test_passes_of_a_parallel_draft_model() -> None:
+    some = [(5, 5), (5, 2), (1, 1), (3, 0), (9, 9), (2, 1)]
+    for held, drawn, depth in (
+        (1, [(5, 5)], 4), (1, [(5, 1)], 8), (4, [(2, 2), (2, 1), (2, 1)], 1), (8, some, 8), (64, some * 10, 8),
+    ):  # fmt: skip
+        check_parallel_pass(held, drawn, depth)

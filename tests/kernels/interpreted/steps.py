@@ -10,6 +10,7 @@ from tests.kernels.steps import (
     check_guesses_under_masks,
     check_heads_guesses,
     check_measured_scales,
+    check_parallel_guesses,
     check_parts_of_a_step,
     check_steps,
     check_steps_with_adapters,
@@ -40,6 +41,10 @@ def test_guesses_under_masks() -> None:
 
 def test_guesses_of_a_draft_model() -> None:
     check_draft_guesses()
+
+
+def test_guesses_of_a_parallel_draft_model() -> None:
+    check_parallel_guesses()
 
 
 def test_guesses_of_draft_heads() -> None:

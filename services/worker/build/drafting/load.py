@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING
 
 from services.worker.build.drafting.draft import draft_options
 from services.worker.build.weights import WeightSource, bytes_of_block, stored_dtype
+from services.worker.models.draft_heads import HeadsConfig
 from services.worker.options import EngineOptions, Progress
 from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.runners.cpu.ops import ReferenceOps
+from services.worker.runners.cpu.parallel_draft import CpuParallelDraft
 
 if TYPE_CHECKING:
     from services.worker.runners.cuda.draft_model import GpuDraftModel
@@ -22,6 +24,11 @@ def draft_context(draft: WeightSource, max_length: int) -> int:
     return min(max_length, draft.config.context_length)
 
 
+def redoes_guesses(draft: WeightSource | None, heads: HeadsConfig | None) -> bool:
+    """Whether right guesses are computed once more, as in `DraftProgress`: by heads and a parallel draft model."""
+    return heads is not None or (draft is not None and draft.config.mask_token is not None)
+
+
 def draft_bytes_of_block(draft: WeightSource, options: EngineOptions) -> int:
     """Bytes of one block's keys and values of the draft model."""
     return bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
@@ -33,7 +40,8 @@ def load_cpu_draft(
     """The draft model of a CPU's runner. Raises CheckpointError."""
     own = draft_options(options)
     model = draft.load(ops, context, own, progress)
-    return CpuDraftModel(model, ops, blocks, options.block_size, stored_dtype(draft.config, own))
+    made = CpuParallelDraft if draft.config.mask_token is not None else CpuDraftModel
+    return made(model, ops, blocks, options.block_size, stored_dtype(draft.config, own))
 
 
 def load_gpu_draft(

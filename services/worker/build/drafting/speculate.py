@@ -11,15 +11,19 @@ from services.worker.speculative.suffix import SuffixProposer
 
 
 def make_speculation(
-    options: EngineOptions, draft_context: int, overlaps: bool = False, limit: Callable[[int], int] | None = None
+    options: EngineOptions,
+    draft_context: int,
+    overlaps: bool = False,
+    limit: Callable[[int], int] | None = None,
+    redo_guesses: bool = False,
 ) -> Speculation | None:
     """None without a proposer of guesses. overlaps and limit as in `Speculation`; draft_context: tokens of the context
-    of the runner's draft model or heads, if any."""
+    of the runner's draft model or heads, if any; redo_guesses as in `DraftProgress`."""
     if not options.speculate:
         return None
     proposer: Proposer | DraftProgress = NgramProposer()
     if options.draft or options.heads:
-        proposer = DraftProgress(options.block_size, draft_context, redo_guesses=bool(options.heads))
+        proposer = DraftProgress(options.block_size, draft_context, redo_guesses)
     elif options.speculate == "suffix":
         proposer = SuffixProposer()
     return Speculation(proposer, options.speculate_depth, overlaps=overlaps, limit=limit)

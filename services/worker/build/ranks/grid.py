@@ -18,7 +18,12 @@ import torch
 
 from services import host
 from services.worker.build import kernel_cache, memory
-from services.worker.build.drafting.load import draft_bytes_of_block, draft_context, load_cpu_draft
+from services.worker.build.drafting.load import (
+    draft_bytes_of_block,
+    draft_context,
+    load_cpu_draft,
+    redoes_guesses,
+)
 from services.worker.build.engine_parts import EngineParts
 from services.worker.build.ranks import rank_process
 from services.worker.build.weights import (
@@ -139,7 +144,8 @@ def assemble_grid(
     numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
     context = draft_context(draft, max_length) if draft is not None else 0
-    parts = EngineParts(config, source.parameters, plan, runner, layout, numerics.stored, context)
+    redo = redoes_guesses(draft, None)
+    parts = EngineParts(config, source.parameters, plan, runner, layout, numerics.stored, context, redo)
     if own.adapters is not None:
         cutter = AdapterParts(config, ReferenceOps(), dtype_of(options), shards)
         parts = replace(parts, adapters=RanksAdapters(runner, own.adapters, cutter))

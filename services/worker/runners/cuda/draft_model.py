@@ -65,6 +65,8 @@ class GpuDraftModel:
 
     lengths: Sequence[int] = (1, 2)
     """Most tokens of a row in the first passes that are captured; ascending."""
+    most_tokens = MOST_GUESS_TOKENS
+    """Tokens of a pass that is captured, at most."""
     redoes_guesses = False
     """Whether it computes right guesses once more."""
 
@@ -86,7 +88,8 @@ class GpuDraftModel:
         self.model, self.block_size, self._slots, self._step_tokens = model, block_size, slots, step_tokens
         self.kv = GpuPool(model.config, block_size, stored, device)
         self._guesses, self._short_tokens = guesses, ops.short_tokens
-        words = draft_pass.lists_of(slots)[-1] + step_io.words_of(step_tokens, slots, slots)
+        most = max(step_tokens, self.most_tokens)
+        words = draft_pass.lists_of(slots)[-1] + step_io.words_of(most, slots, max(slots, self.most_tokens))
         self._upload = StepUpload(words, tables, settings)
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, settings)
         self._graphs: dict[_Pass, Callable[[], None]] = {}
@@ -124,10 +127,14 @@ class GpuDraftModel:
 
     def _passes(self) -> list[_Pass]:
         """The passes that are captured, those with the most tokens first."""
-        most = min(MOST_GUESS_TOKENS, self._step_tokens)
+        most = min(self.most_tokens, self._step_tokens)
         held = {min(rows, self._slots) for rows in GUESS_ROWS}
-        found = [(rows, longest) for rows in held for longest in {1, *self.lengths} if rows * longest <= most]
+        found = [(rows, longest) for rows in held for longest in self._pass_lengths() if rows * longest <= most]
         return sorted(found, key=lambda each: (each[0] * each[1], each), reverse=True)
+
+    def _pass_lengths(self) -> set[int]:
+        """Most tokens of a row, of all passes."""
+        return {1, *self.lengths}
 
     def _warm_up_follow(self) -> None:
         """Compile the kernel that begins passes behind a step."""
@@ -163,7 +170,7 @@ class GpuDraftModel:
     def launch(self, pending: Mapping[int, Pending], wanted: Mapping[int, int]) -> None:
         """Compute the pending tokens, then the wanted guesses of each slot, which go to the table."""
         guessing = {slot: known for slot, known in pending.items() if wanted.get(slot)}
-        most = max((longest for rows, longest in self._graphs if rows >= len(guessing)), default=self.lengths[-1])
+        most = self._most_known(len(guessing), max(wanted.values(), default=0))
         late = {}
         for slot, (first, ids) in pending.items():
             before = ids[:-most] if slot in guessing else ids
@@ -171,9 +178,17 @@ class GpuDraftModel:
                 late[slot] = first, before
         if late:
             self._catch_up(late)
-        if not guessing:
-            return
-        found = [Guessed(slot, ids[-most:], first + len(ids), wanted[slot]) for slot, (first, ids) in guessing.items()]
+        if guessing:
+            self._guess(
+                [Guessed(slot, ids[-most:], first + len(ids), wanted[slot]) for slot, (first, ids) in guessing.items()]
+            )
+
+    def _most_known(self, rows: int, guesses: int) -> int:
+        """The most tokens up to the last known one that a first pass has of each row."""
+        return max((longest for held, longest in self._graphs if held >= rows), default=self.lengths[-1])
+
+    def _guess(self, found: list[Guessed]) -> None:
+        """Launch the passes of these rows."""
         rows, longest = self._held(len(found), max(len(row.ids) for row in found))
         self._send(found, rows, longest)
         self._run(rows, longest)
@@ -189,17 +204,24 @@ class GpuDraftModel:
         ends = [context + count for context, count in zip(rows.contexts, guesses, strict=True)]
         most = self.model.max_positions
         enough = all(end <= min(covered[slot], most) for slot, end in zip(slots, ends, strict=True))
-        held, longest = self._held(len(slots), 1 + max(guesses) if self.redoes_guesses else 2)
-        if not (enough and (held, longest) in self._graphs and (held, 1) in self._graphs):
+        if not enough or not self._guess_behind(checked, len(slots), max(guesses)):
             return {}
-        draft_pass.follow(
-            checked.words, checked.sizes, len(slots), checked.kept, checked.last_token, self._guesses,
-            self._upload.words, held, longest, self.redoes_guesses,
-        )  # fmt: skip
-        self._run(held, longest)
-        for _ in range(max(guesses) - 1):
-            self._run(held, 1)
         return {slot: count for slot, count in zip(slots, guesses, strict=True) if count}
+
+    def _guess_behind(self, checked: CheckedStep, count: int, guesses: int) -> bool:
+        """Launch the passes behind a step of `count` rows with up to `guesses` guesses. -> False if there are no graphs
+        of them."""
+        rows, longest = self._held(count, 1 + guesses if self.redoes_guesses else 2)
+        if (rows, longest) not in self._graphs or (rows, 1) not in self._graphs:
+            return False
+        draft_pass.follow(
+            checked.words, checked.sizes, count, checked.kept, checked.last_token, self._guesses, self._upload.words,
+            rows, longest, self.redoes_guesses,
+        )  # fmt: skip
+        self._run(rows, longest)
+        for _ in range(guesses - 1):
+            self._run(rows, 1)
+        return True
 
     def _catch_up(self, pending: Mapping[int, Pending]) -> None:
         """Compute tokens without a guess: those before the ones of the first pass, if their slot wants guesses."""

@@ -56,7 +56,7 @@ class GpuForward:
         self.drafts = False
         """Whether there is a draft model, so that ranks have to agree on its guesses."""
         self._row_tables = torch.zeros_like(tables[:-1])
-        self._no_guesses = torch.zeros(len(tables), dtype=torch.int32, device=tables.device)
+        self._no_guesses = torch.zeros(len(tables) * MOST_GUESSES, dtype=torch.int32, device=tables.device)
         self.forced_acceptance: float | None = None
         """For measurements: guesses count as right with this chance, whatever is drawn."""
 
@@ -131,18 +131,23 @@ class GpuForward:
         return Computed(logits, drawn, report, inputs)
 
     @torch.inference_mode()
-    def guess(self, words: Tensor, rows: int, longest: int, features: Features) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw after each row of up to `longest` tokens, for a draft model, in a step with these words. -> the tokens
-        and their slots, int64 [R], and the residual stream [R, width] that they are drawn from. The slots' last tokens
-        and the histories of penalties stay as they are."""
-        model, settings = self._model, self._settings
-        inputs = step_io.step_inputs(words, rows * longest, rows, rows, self._row_tables)
-        step_io.unpack(words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
+    def guess(
+        self, words: Tensor, rows: int, longest: int, features: Features, draws: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw after each row of up to `longest` tokens, for a draft model, in a step with these words. draws: samples
+        of each row; several are after its last tokens. -> S tokens and their slots, int64 [S], and the residual stream
+        [S, width] that they are drawn from. The slots' last tokens and the histories of penalties stay as they are."""
+        model, settings, samples = self._model, self._settings, rows * draws
+        inputs = step_io.step_inputs(words, rows * longest, rows, samples, self._row_tables, guesses=draws > 1)
+        step_io.unpack(
+            words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size,
+            self.own_guesses if draws > 1 else None,
+        )  # fmt: skip
         step = self.step_of(inputs, 0, inputs.sampled if longest > 1 else None, Kind.GUESSES, longest)
         x, _ = model.forward(replace(step, features=features(inputs)), self._pool.layers)
         drawn = sampling.sample(
             model.logits(x), settings, inputs.sample_slots, inputs.sample_positions, guesses=inputs.sample_slots,
-            places=self._no_guesses[:rows],
+            places=self._no_guesses[:samples],
         )  # fmt: skip
         return drawn.tokens, inputs.sample_slots, x
 

@@ -28,6 +28,7 @@ from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, merged
 from services.worker.runners.cuda.ops import TritonOps
+from services.worker.runners.cuda.parallel_draft import GpuParallelDraft
 from services.worker.runners.cuda.sampler import GpuSampler
 from services.worker.runners.cuda.scores import PromptLines
 from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
@@ -110,7 +111,8 @@ class GpuRunner:
             self.draft = heads = GpuHeads(model, *shared)
             self.model.hidden = self.kv.hidden = heads.hidden
         else:
-            self.draft = GpuDraftModel(model, *shared)
+            parallel = model.config.mask_token is not None
+            self.draft = GpuParallelDraft(model, *shared) if parallel else GpuDraftModel(model, *shared)
         return self.draft
 
     @torch.inference_mode()
