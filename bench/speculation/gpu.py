@@ -4,7 +4,8 @@
         [--draft-quantize int4] [--rows 1 4 8 16 64 256] [--acceptance 0.7 0.5 0.9] [--seconds 420] [--out FOLDER]
 
 Tokens/s and the time between tokens for each number of answers, without guesses and with them; the depth is chosen
-unless a row sets it. `draft`: guesses of a draft model count as right with a set chance, whatever is drawn.
+unless a row sets it. `draft`: guesses of a draft model count as right with a set chance, whatever is drawn; with
+`--draft pard-llama-3.2-1b` one pass makes all guesses of a step.
 `copying`: n-grams and suffixes guess answers that copy. Random weights do not copy, so these have a head that does
 (`bench.engine.copying`): after each token the next one of its cycle of 512 is the likeliest, a prompt shows its cycle
 once, and the answer goes through it again and again. A step costs what it costs with any other weights; how often real
@@ -31,6 +32,7 @@ from services.process import keep_pauses_short
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.loader import presets
+from services.worker.loader.config import load_config
 from services.worker.options import EngineOptions
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.speculative.ngram import NgramProposer
@@ -121,7 +123,10 @@ def beside(cells: Mapping[str, Cell], name: str) -> Cell | None:
 def save(out: Path, result: Mapping[str, Any]) -> None:
     """Write the cells as JSON and as a table, and the speed-up by a draft over the number of requests."""
     out.mkdir(parents=True, exist_ok=True)
-    name = "speculation" if "draft" in result["settings"]["kinds"] else "speculation-copying"
+    kind = "a parallel draft model" if _is_parallel(result["settings"]["draft"]) else "a draft model"
+    name = "speculation-parallel" if "parallel" in kind else "speculation"
+    if "draft" not in result["settings"]["kinds"]:
+        name = "speculation-copying"
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     lines = ["# Speculation: the bare engine on one GPU", ""]
     lines += [f"- {name}: {value}" for group in ("machine", "settings") for name, value in result[group].items()]
@@ -135,7 +140,7 @@ def save(out: Path, result: Mapping[str, Any]) -> None:
             points.setdefault(kind.replace("draft", "acceptance"), []).append((float(concurrency), cell["ratio"]))
     (out / f"{name}.md").write_text("\n".join(lines) + "\n")
     if points:
-        title = f"Speed-up by a draft model, {result['settings']['model']}"
+        title = f"Speed-up by {kind}, {result['settings']['model']}"
         lines_of = {kind: sorted(line) for kind, line in points.items()}
         figures.write(out / f"{name}.svg", title, lines_of, "tokens/s over those without guesses")
 
@@ -145,6 +150,11 @@ _ABOUT_PACES = (
     "- ms output: from one output of an answer to the next, as a client sees it; the tokens of a step come together",
     "- ms token: that time shared by the tokens of the output; ms 64 tokens: of 64 tokens one after another, for each",
 )
+
+
+def _is_parallel(draft: str) -> bool:
+    """Whether the draft model makes all guesses in one pass."""
+    return load_config(presets.folder_of(draft)).mask_token is not None
 
 
 def _row(cell: Cell, off: Cell | None) -> list[str]:

@@ -12,7 +12,7 @@ from bench.speculation import equality
 from bench.speculation.demo import prompts
 from compress.cli import app
 from services.worker.engine.generation import GenerationEngine
-from services.worker.runners.cuda.heads import GpuHeads
+from services.worker.runners.cuda.drafts.heads import GpuHeads
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.speculative.speculation import Speculation
 from services.worker.structured.compiler import GuidanceForms

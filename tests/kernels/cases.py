@@ -22,7 +22,7 @@ from kernels.sampling.token_mask import mask_logits
 from kernels.sampling.top_logprobs import top_buffers, top_logprobs
 from kernels.slot_edits import HEADER
 from services.worker.runners.cuda import upload
-from services.worker.runners.cuda.draft_model import Guessed, words_of
+from services.worker.runners.cuda.drafts.draft_model import Guessed, words_of
 from services.worker.runners.cuda.step_words import StepRows, padding_step
 from services.worker.runners.step import Edit, Rows, SlotState
 

@@ -22,18 +22,18 @@ from services.worker.models.draft_heads import DraftHeads, HeadsConfig
 from services.worker.models.ops import Ops
 from services.worker.runners.base import Masks, StepResult
 from services.worker.runners.cpu.adapters import CpuAdapters
-from services.worker.runners.cpu.draft_model import CpuDraftModel
-from services.worker.runners.cpu.heads import CpuHeads
+from services.worker.runners.cpu.drafts.draft_model import CpuDraftModel
+from services.worker.runners.cpu.drafts.heads import CpuHeads
+from services.worker.runners.cpu.drafts.parallel_draft import CpuParallelDraft
 from services.worker.runners.cpu.ops import ReferenceOps
-from services.worker.runners.cpu.parallel_draft import CpuParallelDraft
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.adapters import GpuAdapters
-from services.worker.runners.cuda.draft_model import GpuDraftModel
+from services.worker.runners.cuda.drafts.draft_model import GpuDraftModel
+from services.worker.runners.cuda.drafts.heads import GpuHeads
+from services.worker.runners.cuda.drafts.parallel_draft import GpuParallelDraft
 from services.worker.runners.cuda.forward import Computed
 from services.worker.runners.cuda.gpu_step import finite_of_few, finite_of_many
-from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
-from services.worker.runners.cuda.parallel_draft import GpuParallelDraft
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import Edit, SlotState, Words
 from tests.tiny_config import tiny_config

@@ -19,7 +19,7 @@ from services.worker.options import EngineOptions
 from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.topology import Grid
 from services.worker.runners.base import Top
-from services.worker.runners.cpu.draft_model import CpuDraftModel
+from services.worker.runners.cpu.drafts.draft_model import CpuDraftModel
 from services.worker.structured.compiler import GuidanceForms
 from tests.checkpoints import DEMO, SMALL_DEMO, checkpoint
 from tests.parallel import scenes

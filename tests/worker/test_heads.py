@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.speculation import equality
 from services.worker.errors import CheckpointError
-from services.worker.runners.cpu.heads import CpuHeads
+from services.worker.runners.cpu.drafts.heads import CpuHeads
 from services.worker.runners.cpu.hidden import HiddenPool
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.speculative import draft_model

@@ -21,7 +21,7 @@ from services.worker.build import kernel_cache
 from services.worker.build.kernel_cache import Compilation, Marker, compiling
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
-from services.worker.runners.cuda.draft_model import CATCH_UPS_AT_START
+from services.worker.runners.cuda.drafts.draft_model import CATCH_UPS_AT_START
 from services.worker.runners.step import CATCH_UP_TOKENS
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.draft_heads import make_heads

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.speculation import equality
 from services.worker.errors import CheckpointError
-from services.worker.runners.cpu.parallel_draft import CpuParallelDraft
+from services.worker.runners.cpu.drafts.parallel_draft import CpuParallelDraft
 from services.worker.runners.cpu.runner import CpuRunner
 from tests.checkpoints import VOCAB
 from tests.parallel_drafts import MASK, with_mask

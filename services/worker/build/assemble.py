@@ -38,7 +38,7 @@ from services.worker.models.draft_heads import HeadsConfig
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.runners.base import Runner
 from services.worker.runners.cpu.adapters import CpuAdapters
-from services.worker.runners.cpu.heads import CpuHeads
+from services.worker.runners.cpu.drafts.heads import CpuHeads
 from services.worker.runners.cpu.ops import plain_ops
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner

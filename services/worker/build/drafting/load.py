@@ -6,12 +6,12 @@ from services.worker.build.drafting.draft import draft_options
 from services.worker.build.weights import WeightSource, bytes_of_block, stored_dtype
 from services.worker.models.draft_heads import HeadsConfig
 from services.worker.options import EngineOptions, Progress
-from services.worker.runners.cpu.draft_model import CpuDraftModel
+from services.worker.runners.cpu.drafts.draft_model import CpuDraftModel
+from services.worker.runners.cpu.drafts.parallel_draft import CpuParallelDraft
 from services.worker.runners.cpu.ops import ReferenceOps
-from services.worker.runners.cpu.parallel_draft import CpuParallelDraft
 
 if TYPE_CHECKING:
-    from services.worker.runners.cuda.draft_model import GpuDraftModel
+    from services.worker.runners.cuda.drafts.draft_model import GpuDraftModel
     from services.worker.runners.cuda.ops import TritonOps
     from services.worker.runners.cuda.runner import GpuRunner
 

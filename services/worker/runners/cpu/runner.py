@@ -16,9 +16,9 @@ from services.worker.models.layers import StepTensors
 from services.worker.models.ops import RopeTables
 from services.worker.runners.base import NO_SCORES, NOTHING_SAMPLED, Masks, Sampled, Scores, StepResult
 from services.worker.runners.cpu.adapters import CpuAdapters
-from services.worker.runners.cpu.draft_model import CpuDraftModel, Pending
+from services.worker.runners.cpu.drafts.draft_model import CpuDraftModel, Pending
+from services.worker.runners.cpu.drafts.heads import CpuHeads
 from services.worker.runners.cpu.guesses import sample_along
-from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.kv_pool import CpuPool
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.sampler import Sampler

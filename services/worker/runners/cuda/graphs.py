@@ -27,8 +27,9 @@ GRAPH_TOKENS = (16, 32, *range(64, 385, 64), *range(512, 2049, 128))
 RAGGED_ROWS, FEW_TOKENS, FEW_ROWS = (8, 64, 256), 384, 24
 """Most rows of steps with prompts; each size of tokens is captured for each of these, and up to `FEW_TOKENS` for
 `FEW_ROWS`, too: attention has a faster kernel for the answers among so many rows."""
-GUESS_ROWS, GUESSES, MOST_GUESS_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), 320
-"""Rows, and guesses of each, of the steps that are captured, and most tokens of such a step."""
+GUESS_ROWS, GUESSES, MOST_GUESS_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 7, 8), 320
+"""Rows, and guesses of each, of the steps that are captured, and most tokens of such a step. Products of up to 8 tokens
+are faster than those of 9."""
 SHORT_CONTEXT_TOKENS = (16, 32, 64, 128)
 """Tokens of the steps with prompts that are captured once more for the fewest rows, with short prefill attention."""
 EAGER_BYTES = 8e11

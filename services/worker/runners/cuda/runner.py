@@ -19,16 +19,16 @@ from services.worker.models.draft_heads import DraftHeads
 from services.worker.runners.base import NO_SCORES, Masks, Sampled, StepResult
 from services.worker.runners.cuda import step_words
 from services.worker.runners.cuda.adapters import GpuAdapters
-from services.worker.runners.cuda.draft_model import CheckedStep, GpuDraftModel, Pending
+from services.worker.runners.cuda.drafts.draft_model import CheckedStep, GpuDraftModel, Pending
+from services.worker.runners.cuda.drafts.heads import GpuHeads
+from services.worker.runners.cuda.drafts.parallel_draft import GpuParallelDraft
 from services.worker.runners.cuda.forward import Computed, GpuForward
 from services.worker.runners.cuda.gpu_step import GpuStep, Report
 from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
-from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, merged
 from services.worker.runners.cuda.ops import TritonOps
-from services.worker.runners.cuda.parallel_draft import GpuParallelDraft
 from services.worker.runners.cuda.sampler import GpuSampler
 from services.worker.runners.cuda.scores import PromptLines
 from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows

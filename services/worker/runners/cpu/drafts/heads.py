@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.draft_heads import DraftHeads
-from services.worker.runners.cpu.draft_model import CpuDraftModel
+from services.worker.runners.cpu.drafts.draft_model import CpuDraftModel
 from services.worker.runners.cpu.hidden import HiddenPool
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.steps import Ints

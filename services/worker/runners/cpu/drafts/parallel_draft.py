@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.runners.cpu.draft_model import CpuDraftModel, Pending
+from services.worker.runners.cpu.drafts.draft_model import CpuDraftModel, Pending
 from services.worker.runners.cpu.sampler import Sampler
 
 

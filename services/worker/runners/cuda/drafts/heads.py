@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.sampling.slot_settings import SlotSettings
 from kernels.step_io import StepInputs
 from services.worker.models.draft_heads import DraftHeads
-from services.worker.runners.cuda.draft_model import GpuDraftModel
+from services.worker.runners.cuda.drafts.draft_model import GpuDraftModel
 from services.worker.runners.cuda.graphs import GUESSES
 from services.worker.runners.cuda.hidden import GpuHidden
 from services.worker.runners.cuda.ops import TritonOps

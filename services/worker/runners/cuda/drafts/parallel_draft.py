@@ -13,7 +13,7 @@ from kernels import parallel_draft, step_io
 from kernels.sampling.slot_settings import SlotSettings
 from kernels.slot_edits import HEADER
 from services.worker.models.decoder import Decoder
-from services.worker.runners.cuda.draft_model import CheckedStep, GpuDraftModel, Guessed
+from services.worker.runners.cuda.drafts.draft_model import CheckedStep, GpuDraftModel, Guessed
 from services.worker.runners.cuda.graphs import GUESSES, MOST_GUESS_TOKENS
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.step_words import put
