@@ -119,6 +119,9 @@ def _changed(model: PreTrainedModel, config: dict[str, Any], stays: list[int]) -
         "num_key_value_heads": linear(layer, "self_attn.k_proj").out_features // width,
         "head_dim": width,
     }
+    if config.get("use_sliding_window"):  # From this layer on; without it from the 29th, as transformers reads it.
+        first = config.get("max_window_layers", 28)
+        changed["max_window_layers"] = sum(index < first for index in stays)
     if config.get("layer_types"):
         changed["layer_types"] = [config["layer_types"][index] for index in stays]
     return changed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +20,7 @@ from compress.prune.sparse import PruneScore, prune
 from compress.quantize.qat import qat
 from compress.training.distill import distill
 from compress.training.run import Plan, logits, rejection
+from services.worker.loader.config import load_config
 from tests.checkpoints import Shape, make_checkpoint
 from verify.gates import LIMITS
 from verify.rows import compare_rows
@@ -123,6 +124,22 @@ def test_the_requested_share_of_neurons_is_removed(windows: Tensor, tmp_path: Pa
     base = make_checkpoint(tmp_path / "base", Shape("llama", {"intermediate_size": 80}))
     shrink(base, tmp_path / "out", windows[:2], Cut(neurons=share), Plan(steps=0), quiet)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"] == left
+
+
+def test_layers_that_stay_keep_their_windows(windows: Tensor, tmp_path: Path) -> None:
+    """Also where config.json names the first layer with a window, and not the kind of each."""
+    settings = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2, "num_hidden_layers": 4}
+    base = make_checkpoint(tmp_path / "base", Shape("qwen2", settings))
+    config = json.loads((base / "config.json").read_text())
+    config.pop("layer_types", None)
+    (base / "config.json").write_text(json.dumps(config))
+    weights = load_file(base / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):  # The first layer adds nothing: it is the one that is removed.
+        weights[f"model.layers.0.{name}.weight"].zero_()
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    shrink(base, tmp_path / "out", windows[:2], Cut(neurons=0, layers=1), Plan(steps=0), quiet)
+    assert load_config(base).windows == (None, None, 16, 16)
+    assert load_config(tmp_path / "out").windows == (None, 16, 16)
 
 
 def test_removing_everything_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
