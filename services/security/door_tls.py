@@ -27,6 +27,7 @@ class DoorCertificate:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         """For HTTP servers."""
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._check()
         self._load()
         self.context.sni_callback = self._on_handshake
 
@@ -64,11 +65,14 @@ class DoorCertificate:
             raise IdentityError(f"{CERT} and {KEY} are no valid certificate and key") from None
 
     def _check(self) -> None:
-        """Raises IdentityError unless the files belong together."""
+        """Raises IdentityError unless the files belong together and the certificate has a name."""
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self._paths)
-        except (ssl.SSLError, OSError):
+            names = _names(self._pair()[0])
+        except (ssl.SSLError, OSError, ValueError):
             raise IdentityError(f"{CERT} and {KEY} are no valid certificate and key") from None
+        if not names:
+            raise IdentityError(f"{CERT} has no name by which clients could know its server")
 
     def _pair(self) -> tuple[bytes, bytes]:
         return read(self._paths[0], CERT), read(self._paths[1], KEY)

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from services.gateway.doors.http_routes import HttpRoutes
 from services.health import ROLE_OF, check
 from services.security.certificates import Authority
-from services.security.door_tls import name_at, probe
+from services.security.door_tls import DoorCertificate, name_at, probe
+from services.security.identity import IdentityError
 from tests.gateway.fakes import FakeMesh
 from tests.mesh.harness import Mesh, ask, generate
 from tests.security import callers
@@ -184,16 +185,29 @@ async def test_callers_on_this_machine_are_given_a_name_of_the_certificate(names
     assert name_at(certificate, "127.0.0.1") == name
 
 
-async def test_a_probe_accepts_a_certificate_with_a_common_name_alone() -> None:
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "weft.ex")])
-    now = datetime.datetime.now(datetime.UTC)
+def self_signed(name: x509.Name) -> tuple[bytes, bytes]:
+    """A certificate without alternative names, and its key."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     valid = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
-    certificate = valid.sign(key, hashes.SHA256())
-    pem = certificate.public_bytes(serialization.Encoding.PEM)
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    return valid.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), private
+
+
+async def test_a_certificate_without_a_name_is_refused(tmp_path: Path) -> None:
+    """No client could check it, and no probe."""
+    country = x509.Name([x509.NameAttribute(NameOID.COUNTRY_NAME, "DE")])
+    paths = [tmp_path / name for name in ("cert.pem", "key.pem")]
+    for path, content in zip(paths, self_signed(country), strict=True):
+        path.write_bytes(content)
+    with pytest.raises(IdentityError, match="has no name by which clients could know its server"):
+        DoorCertificate(*map(str, paths))
+
+
+async def test_a_probe_accepts_a_certificate_with_a_common_name_alone() -> None:
+    pem, private = self_signed(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "weft.ex")]))
     server = aio.server()
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(private, pem)]))
     await server.start()
