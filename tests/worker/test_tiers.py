@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.hashing import block_keys, chain_root
 from services.worker.engine.base import BlockLoan
 from services.worker.engine.generation import GenerationEngine
 from services.worker.engine.step_times import StepTimes
@@ -113,6 +115,27 @@ def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
 
 
 # ---- blocks that are fetched ----
+
+
+def test_blocks_that_are_fetched_in_advance_hold_nothing_of_a_draft_model(
+    sharing: Sharing, checkpoint: Callable[[str], Path]
+) -> None:
+    """Also where it had computed what they held before: it computes the prefix, and is right as the model itself."""
+    remote, cold = filled(sharing)
+    settings: dict[str, Any] = {"speculate": f"draft:{checkpoint('llama')}", "speculate_depth": 3, "kv_blocks": 16}
+    engine, _ = sharing(remote, **settings)
+    engine.use_peers(lambda source: remote)
+    speculation = engine.speculation
+    assert speculation is not None
+    draft = speculation._draft_model
+    assert draft is not None
+    draft._blocks.update(range(1, 17))
+    engine.prefetch("there", list(block_keys(prompt_of(150), BLOCK, chain_root(b"", b""))))
+    engine.step()
+    again = answer_of(engine)
+    assert again.tokens == cold.tokens
+    assert again.ended.cost.fetched_tokens == 144
+    assert again.ended.cost.accepted_tokens == again.ended.cost.drafted_tokens > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

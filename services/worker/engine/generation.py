@@ -125,7 +125,10 @@ class GenerationEngine:
         """The last step in flight has rows whose tokens are not drawn yet: their masks follow from the steps before."""
         self.inbox = Inbox()
         self._structured = StructuredJobs(self.inbox)
-        self.prefixes = Prefixes(self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake)
+        self.prefixes = Prefixes(
+            self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake,
+            lambda blocks: self.speculation.overwritten(blocks) if self.speculation else None,
+        )  # fmt: skip
         self._reads = BlockReads(self.planner.pool, runner.kv, self.inbox.wake)
         self._loans = BlockLoans(self.planner.pool, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:

@@ -66,16 +66,18 @@ class Prefixes:
         kv: KvPool | None,
         prefill_rate: Callable[[], float],
         wake: Callable[[], None],
+        overwritten: Callable[[Many[int]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """kv: None if blocks have no contents, so that no tier can be used. prefill_rate() returns tokens per second;
-        wake() makes the engine look at what has arrived."""
+        wake() makes the engine look at what has arrived. overwritten() is called with the blocks of the
+        pool that got new contents."""
         self.block_bytes = 0 if kv is None else kv.block_bytes
         self.counts = Counts()
         self.waiting = 0
         """Jobs that wait for blocks."""
         self._planner, self._kv = planner, kv
-        self._prefill_rate, self._wake, self._clock = prefill_rate, wake, clock
+        self._prefill_rate, self._wake, self._overwritten, self._clock = prefill_rate, wake, overwritten, clock
         self._host: HostStore | None = None
         self._evicted: list[tuple[int, bytes]] = []
         self._remote: BlockStore | None = None
@@ -285,6 +287,7 @@ class Prefixes:
         self.keep_evicted()
         began = self._clock()
         self._kv.write(blocks, [payload for _, payload in new])
+        self._overwritten(blocks)
         self._writing.moved(len(new) * self.block_bytes, self._clock() - began)
         for block, (key, _) in zip(blocks, new, strict=True):
             pool.publish(block, key)

@@ -4,6 +4,7 @@ The draft model's keys and values are in blocks of the same numbers as the seque
 is first guessed and then as far as it got; a sequence that is never guessed costs nothing.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
@@ -50,7 +51,11 @@ class DraftProgress:
     def new_blocks(self, sequence: Sequence) -> None:
         """The sequence got blocks that the device was not sent: those beyond its found ones hold nothing of it."""
         first = max(sequence.sent_blocks, sequence.found_tokens // self._block_size)
-        self._blocks.difference_update(sequence.blocks[first:])
+        self.overwritten(sequence.blocks[first:])
+
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """These blocks got other contents: they hold nothing of the draft model."""
+        self._blocks.difference_update(blocks)
 
     def room(self, sequence: Sequence, most: int) -> int:
         """How many guesses the sequence may have now: none before the draft model has nearly caught up."""

@@ -131,6 +131,11 @@ class Speculation:
         if self._draft_model is not None:
             self._draft_model.new_blocks(sequence)
 
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """These blocks got other contents, without keys and values of the draft model."""
+        if self._draft_model is not None:
+            self._draft_model.overwritten(blocks)
+
     def catch_ups(self, rows: Iterable[Row]) -> list[CatchUp]:
         """What the runner's draft model is to compute in the step with these rows."""
         if self._draft_model is None:
