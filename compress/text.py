@@ -38,22 +38,27 @@ def read(path: Path) -> list[str]:
     return texts
 
 
+def tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a model's folder. Raises CompressError."""
+    if not (model / "tokenizer.json").is_file():
+        raise CompressError(f"{model} has no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:  # the library has no other kind
+        raise CompressError(f"{model}: tokenizer.json cannot be read: {error}") from None
+
+
 def windows(texts: list[str], model: Path, length: int, count: int | None = None) -> Tensor:
     """Token ids int64 [W, T], T = length: the texts in a row, cut, each window begun as the model begins a text.
 
     count: how many of them are taken, evenly spread; None: all. Raises CompressError where there is too little text.
     """
-    if not (model / "tokenizer.json").is_file():
-        raise CompressError(f"{model} has no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    except Exception as error:  # the library has no other kind
-        raise CompressError(f"{model}: tokenizer.json cannot be read: {error}") from None
-    tokenizer.no_truncation()  # A tokenizer that was saved in training may cut and fill up its texts.
-    tokenizer.no_padding()
-    start = tokenizer.encode("").ids
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    end = [tokenizer.token_to_id(END_OF_TEXT)] if tokenizer.token_to_id(END_OF_TEXT) is not None else []
+    reader = tokenizer(model)
+    reader.no_truncation()  # A tokenizer that was saved in training may cut and fill up its texts.
+    reader.no_padding()
+    start = reader.encode("").ids
+    encodings = reader.encode_batch_fast(texts, add_special_tokens=False)
+    end = [reader.token_to_id(END_OF_TEXT)] if reader.token_to_id(END_OF_TEXT) is not None else []
     ids = torch.cat([torch.tensor(encoding.ids + end) for encoding in encodings])
     body = length - len(start)
     whole = ids.numel() // body
