@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -236,6 +236,16 @@ def distill(
     drafting: Annotated[
         float, typer.Option(min=0, max=1, help="Weight of the rate of rejected drafts in the loss.")
     ] = 0.0,
+    parallel: Annotated[
+        int | None, typer.Option(min=2, max=8, help="Tokens to guess in one pass (PARD).", show_default="one")
+    ] = None,
+    mask_token: Annotated[
+        int | None,
+        typer.Option(
+            help="With --parallel: id of the token that stands for unknown ones.",
+            show_default="one that the tokenizer lacks, else that which pads or ends texts",
+        ),
+    ] = None,
     steps: Steps = 1000,
     batch: Batch = 16,
     learning_rate: Rate = 1e-3,
@@ -248,9 +258,12 @@ def distill(
 
     if hard + drafting > 1:
         _fail(f"--hard and --drafting are shares of one loss: {hard} + {drafting} is more than 1")
+    if mask_token is not None and parallel is None:
+        _fail(f"--mask-token {mask_token} needs --parallel: only a parallel draft model reads masks")
     with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate, warmup=100)
-        aims = {"temperature": temperature, "hard": hard, "drafting": drafting}
+        aims: dict[str, Any] = {"temperature": temperature, "hard": hard, "drafting": drafting}
+        aims |= {"guesses": parallel, "mask_token": mask_token}
         teach(base, student, out, windows, plan, progress, fresh=fresh, **aims)
 
 

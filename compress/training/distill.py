@@ -14,6 +14,7 @@ from compress.errors import CompressError
 from compress.output import dense
 from compress.output.checkpoint import Workspace
 from compress.progress import Progress
+from compress.training.parallel import CONFIG_KEY, parallel_aim
 from compress.training.run import Plan, distillation, train
 
 
@@ -29,17 +30,21 @@ def distill(
     temperature: float = 1.0,
     hard: float = 0.0,
     drafting: float = 0.0,
+    guesses: int | None = None,
+    mask_token: int | None = None,
 ) -> float:
     """Train the student's network, from its weights or (`fresh`) from random ones. -> the last loss, nats a token.
 
     `hard`: share of the loss that the next token itself has; `drafting`: that the rate of rejected drafts has, which a
-    draft model is to lower (DistillSpec, Zhou et al., arXiv:2310.08461). Raises CompressError.
+    draft model is to lower (DistillSpec, Zhou et al., arXiv:2310.08461). `guesses`: tokens that the student learns to
+    guess in one pass, in which `mask_token` stands for those unknown (PARD, arXiv:2504.18583). Raises CompressError.
     """
     model, its_teacher = _fresh(student) if fresh else load(student), load(teacher)
     if model.config.vocab_size != its_teacher.config.vocab_size:
         raise CompressError(
             f"{student} and {teacher} have different vocabularies: a student reads its teacher's tokens"
         )
+    parallel = parallel_aim(student, model.config, windows_WT, guesses, mask_token) if guesses else None
     settings: dict[str, Any] = {
         "method": "distill",
         "teacher": teacher.resolve().name,
@@ -49,11 +54,12 @@ def distill(
         "drafting": drafting,
         "text": text.described(windows_WT),
         **asdict(plan),
+        **(asdict(parallel) if parallel else {}),
     }
     workspace = Workspace(student, out, settings, dense.pieces(model), teacher)
-    loss_of = distillation(model, its_teacher, temperature, hard, drafting)
+    loss_of = distillation(model, its_teacher, temperature, hard, drafting, parallel)
     loss = train(model, windows_WT, loss_of, plan, workspace, progress)
-    dense.write(model, student, workspace)
+    dense.write(model, student, workspace, {CONFIG_KEY: parallel.mask_token} if parallel else None)
     return loss
 
 

@@ -6,6 +6,7 @@ Legend: W windows of text, B of them in a batch, T tokens of a window, V vocabul
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,13 @@ from compress.base.network import compute_device
 from compress.output.checkpoint import Workspace
 from compress.progress import Progress
 from compress.training.attention import read_whole_windows
+from compress.training.parallel import Parallel, random_places
 
 _STATE = "training"
 _KEPT_TIMES = 20
 """How many times a run saves its state."""
+_UNKNOWN = -100
+"""The token after a window's last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ def train(
 ) -> float:
     """Train `model` in place, on its device; `loss_of` takes ids [B, T]. -> mean loss of the last tenth of all steps.
 
-    What an earlier run of the same settings kept on the bench is where it goes on.
+    What an earlier run of the same settings kept on the bench is where it goes on. What torch's generator draws in a
+    step is a function of the step's number.
     """
     windows_WT = windows_WT.to(next(model.parameters()).device)
     optimizers = optimizers_for(model.named_parameters(), plan.learning_rate, plan.weight_decay)
@@ -55,6 +60,7 @@ def train(
     model.train()
     for step in range(begun, plan.steps):
         progress("steps", step, plan.steps)
+        torch.manual_seed(step)
         loss = loss_of(_batch(windows_WT, plan.batch, step))
         torch.autograd.backward(loss)
         rate = schedule((step + 1) / plan.steps, (step + 1) / plan.warmup, plan.decay_share)
@@ -100,10 +106,13 @@ def update(optimizers: list[torch.optim.Optimizer], rate: float, model: nn.Modul
 # ---- losses ----
 
 
-def logits(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
-    """[B, T, V], computed in bf16 on a GPU and in float32 on a CPU."""
+def logits(model: PreTrainedModel, ids_BT: Tensor, **where: Any) -> Tensor:
+    """[B, T, V], computed in bf16 on a GPU and in float32 on a CPU.
+
+    where: positions and attention of the ids, if they are not a plain row of tokens.
+    """
     with torch.autocast("cuda", torch.bfloat16, enabled=ids_BT.is_cuda):
-        hidden = model.get_submodule("model")(input_ids=ids_BT, use_cache=False).last_hidden_state
+        hidden = model.get_submodule("model")(input_ids=ids_BT, use_cache=False, **where).last_hidden_state
         return F.linear(hidden, model.get_submodule("lm_head").get_parameter("weight"))
 
 
@@ -131,25 +140,36 @@ def distillation(
     temperature: float = 1.0,
     hard: float = 0.0,
     drafting: float = 0.0,
+    parallel: Parallel | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """The loss of ids [B, T]: the teacher's distribution; by a share of `hard` the next token itself, of `drafting`
-    how often the teacher would reject a draft.
+    how often the teacher would reject a draft. `parallel`: the student also reads masks, which weigh as tokens do.
 
     Both networks move to the GPU, if there is one.
     """
     to_trainer(model, teacher)
-    read_whole_windows(model)
     read_whole_windows(teacher)
+    if parallel is None:
+        read_whole_windows(model)
 
     def loss_of(ids_BT: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = logits(teacher, ids_BT)
-        spoken = logits(model, ids_BT)
+        following = F.pad(ids_BT[:, 1:], (0, 1), value=_UNKNOWN)
+        if parallel is None:
+            return mixed(logits(model, ids_BT), wanted, following)
+        places = random_places(ids_BT.shape[1], parallel.guesses, ids_BT.device)
+        spoken = logits(model, places.filled(ids_BT, parallel.mask_token), **places.where(model.config))
+        return mixed(spoken, wanted[:, places.position_S], following[:, places.position_S])
+
+    def mixed(spoken: Tensor, wanted: Tensor, following: Tensor) -> Tensor:
         loss = spoken.new_zeros((), dtype=torch.float32)
         if soft := 1 - hard - drafting:
             loss = loss + soft * soft_loss(spoken, wanted, temperature)
         if hard:
-            loss = loss + hard * F.cross_entropy(spoken[:, :-1].float().flatten(0, 1), ids_BT[:, 1:].flatten())
+            loss = loss + hard * F.cross_entropy(
+                spoken.float().flatten(0, 1), following.flatten(), ignore_index=_UNKNOWN
+            )
         if drafting:
             loss = loss + drafting * rejection(spoken, wanted)
         return loss
