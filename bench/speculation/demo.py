@@ -1,7 +1,7 @@
 """Speculation of the demo model: tokens/s without guesses and with each proposer, on a CPU or a GPU.
 
     python -m bench.speculation.demo [--engine torch] [--model models/weft-story-11m] [--heads FOLDER]
-        [--draft models/weft-story-2m] [--depth 0 2 4] [--temperature 0 0.8] [--seconds 4] [--out FOLDER]
+        [--draft models/weft-story-2m ...] [--depth 0 2 4] [--temperature 0 0.8] [--seconds 4] [--out FOLDER]
 
 Answers go on from held-out text, greedy and sampled, 1, 4 and 16 at a time. A depth of 0 is chosen by what is measured,
 as in service. On a CPU seconds are those of the processor, with one thread: other programs on the machine change them
@@ -102,7 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=("torch", "gpu"), default="torch")
     parser.add_argument("--model", type=Path, default=Path("models/weft-story-11m"))
-    parser.add_argument("--draft", default="models/weft-story-2m")
+    parser.add_argument("--draft", nargs="+", default=["models/weft-story-2m"])
     parser.add_argument("--heads", help="draft heads that were trained for the model")
     parser.add_argument("--depth", type=int, nargs="+", default=[0])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
@@ -113,7 +113,12 @@ def main() -> int:
         machine.need_gpu()
     torch.set_num_threads(1)
     clock = time.perf_counter if asked.engine == "gpu" else time.process_time
-    guessing = [f"draft:{asked.draft}", *([f"heads:{asked.heads}"] if asked.heads else []), "ngram", "suffix"]
+    guessing = [
+        *(f"draft:{draft}" for draft in asked.draft),
+        *([f"heads:{asked.heads}"] if asked.heads else []),
+        "ngram",
+        "suffix",
+    ]
     kinds = [("", 0), *((speculate, depth) for speculate in guessing for depth in asked.depth)]
     begun = prompts(asked.model)
     plain: dict[tuple[int, float], float] = {}
@@ -128,7 +133,8 @@ def main() -> int:
                 reset(engine, depth)
                 rate, drawn, guessed = measure(engine, begun[:concurrency], temperature, asked.seconds, clock)
                 off = plain.setdefault((concurrency, temperature), rate)
-                name = speculate.partition(":")[0] or "off"
+                kind, _, path = speculate.partition(":")
+                name = f"{kind} {Path(path).name}" if path else kind or "off"
                 wanted = (depth or "chosen") if speculate else ""
                 figures = f"{rate:,.0f} | {rate / off:.2f} | {drawn:.2f} | {guessed:.2f}"
                 lines.append(f"| {concurrency} | {temperature:g} | {name} | {wanted} | {figures} |")
