@@ -12,6 +12,7 @@ from grpc import StatusCode, aio
 
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, Stub, ask, cached, generate
+from tests.parallel_drafts import with_mask
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.telemetry.scraping import scrape
@@ -74,6 +75,14 @@ async def test_answers_are_equal_with_and_without_guesses(case: str, stub: Stub)
         assert guessed.texts == plain.texts
         assert (guessed.finish, guessed.stop, guessed.logprobs) == (plain.finish, plain.stop, plain.logprobs)
         assert (plain.receipt.drafted_tokens, plain.receipt.accepted_tokens) == (0, 0)
+
+
+async def test_answers_are_equal_with_a_parallel_draft_model(tmp_path: Path, model: Path) -> None:
+    settings = {**SPECULATES, "WEFT_SPECULATE": f"draft:{with_mask(model, tmp_path / 'draft')}"}
+    async with Mesh(tmp_path, model, workers=1, worker_env=settings) as mesh:
+        for plain, guessed in await asyncio.gather(*(pair(mesh.stub(), number, logprobs=1) for number in range(4))):
+            assert (guessed.tokens, guessed.logprobs) == (plain.tokens, plain.logprobs)
+            assert 0 < guessed.receipt.accepted_tokens < guessed.receipt.drafted_tokens
 
 
 async def test_receipt_and_metrics_count_guesses(mesh: Mesh, stub: Stub) -> None:
