@@ -124,7 +124,8 @@ class EngineOptions(BaseModel):
         description="The proposer of draft tokens, of which a step verifies several at a time: ngram (what followed "
         "the last tokens before), suffix (also in the tenant's earlier answers), "
         "draft:MODEL (a small model of the same vocabulary; one with a pard_token makes all guesses in one pass), "
-        "heads:PATH (heads that `weft compress heads` trained on the model's hidden states). It changes no token. Empty: none.",
+        "heads:PATH (heads that `weft compress heads` trained on the model's hidden states). It changes no token. "
+        "Empty: none.",
     )
     speculate_depth: int | None = Field(
         None, ge=1, le=8, description="Guesses for each answer and step; absent: chosen by what is measured, down to 0."
