@@ -106,7 +106,14 @@ def test_other_devices_have_no_such_graphs() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "guesses", "sizes"),
-    [(1, 4, (5, 1, 5)), (1, 5, (9, 1, 9)), (3, 2, (12, 4, 12)), (9, 1, (32, 16, 32)), (16, 8, (144, 16, 144))],
+    [
+        (1, 4, (5, 1, 5)),
+        (1, 5, (8, 1, 8)),
+        (1, 8, (9, 1, 9)),
+        (3, 2, (12, 4, 12)),
+        (9, 1, (32, 16, 32)),
+        (16, 8, (144, 16, 144)),
+    ],
 )
 def test_steps_with_guesses_have_graphs_by_rows_and_depth(rows: int, guesses: int, sizes: Sizes) -> None:
     config = tiny_config(layers=1, head_dim=64)
