@@ -24,6 +24,7 @@ from services.worker.structured.compiler import GuidanceForms
 from tests.checkpoints import DEMO, SMALL_DEMO, checkpoint
 from tests.parallel import scenes
 from tests.parallel.threads import RankFailed, grid_engine
+from tests.parallel_drafts import with_mask
 from tests.served import GOLDEN
 from tests.worker.drive import Answer, job, open_engine, prompt_of, run
 from tests.worker.test_speculation import PARAMS, Replay, guessing, varied_jobs
@@ -199,8 +200,8 @@ def test_guesses_change_no_answer(checkpoint: Folder, shape: str, tensor: int, d
     assert 0 < guesses.accepted < guesses.drafted
 
 
-def test_a_draft_model_of_each_rank_changes_no_answer(checkpoint: Folder) -> None:
-    """Also if the ranks' draft models differ: all check the guesses of the first rank."""
+def test_a_draft_model_of_each_rank_changes_no_answer(checkpoint: Folder, tmp_path: Path) -> None:
+    """Also a parallel one, and if the ranks' draft models differ: all check the guesses of the first rank."""
     jobs, folder = varied_jobs()[: len(PARAMS)], checkpoint("llama")
     options: dict[str, Any] = {"deterministic": True, "step_tokens": 40}
     with grid_engine(folder, 2, **options) as engine:
@@ -210,11 +211,16 @@ def test_a_draft_model_of_each_rank_changes_no_answer(checkpoint: Folder) -> Non
         answers, guesses = run(engine, *jobs), engine.stats().guesses
     with patch.object(CpuDraftModel, "guess", _guess_differently), grid_engine(folder, 2, **drafting) as engine:
         wrong, guessed_wrong = run(engine, *jobs), engine.stats().guesses
+    with grid_engine(
+        folder, 2, **{**drafting, "speculate": f"draft:{with_mask(folder, tmp_path / 'draft')}"}
+    ) as engine:
+        at_once, guessed_at_once = run(engine, *jobs), engine.stats().guesses
     for key, answer in plain.items():
-        for found in (answers[key], wrong[key]):
+        for found in (answers[key], wrong[key], at_once[key]):
             assert (found.tokens, found.logprobs, found.tops) == (answer.tokens, answer.logprobs, answer.tops)
     assert guesses.accepted > 0.5 * guesses.drafted
     assert guessed_wrong.drafted > 0
+    assert guessed_at_once.accepted_at[0] == guessed_at_once.drafted_at[0] > 0
 
 
 _guess, _guessed = CpuDraftModel.guess, itertools.count()
