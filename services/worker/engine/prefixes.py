@@ -70,8 +70,8 @@ class Prefixes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """kv: None if blocks have no contents, so that no tier can be used. prefill_rate() returns tokens per second;
-        wake() makes the engine look at what has arrived. overwritten() is called with the blocks of the
-        pool that got new contents."""
+        wake() makes the engine look at what has arrived. overwritten() is called with the blocks of the pool that got
+        new contents."""
         self.block_bytes = 0 if kv is None else kv.block_bytes
         self.counts = Counts()
         self.waiting = 0

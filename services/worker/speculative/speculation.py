@@ -87,8 +87,10 @@ class Speculation:
     def waits(self, running: Iterable[Sequence], in_form: InForm = no_form) -> bool:
         """Whether the next step is to be planned when none is in flight any more, because some answer is likely to be
         guessed then: what is known of the answers before that decides, so that steps overlap where nothing is."""
+        if self._plain_steps:
+            return False
         asking = [sequence for sequence in running if sequence.total > sequence.prefill_end]
-        if self._plain_steps or not asking or (self._limit is not None and not self._limit(len(asking))):
+        if not asking or (self._limit is not None and not self._limit(len(asking))):
             return False
         if self._rests(asking, len(asking)):
             return False

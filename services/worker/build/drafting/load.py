@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from services.worker.runners.cuda.runner import GpuRunner
 
 DRAFT_WORKSPACE = 256 << 20
-"""Bytes of the steps of a draft model or heads on a GPU: at most 512 tokens, and logits of 64 rows."""
+"""Bytes of the steps of a draft model or heads on a GPU: at most 640 tokens, and 320 lines of logits."""
 
 
 def draft_context(draft: WeightSource, max_length: int) -> int:
