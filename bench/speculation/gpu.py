@@ -123,8 +123,8 @@ def beside(cells: Mapping[str, Cell], name: str) -> Cell | None:
 def save(out: Path, result: Mapping[str, Any]) -> None:
     """Write the cells as JSON and as a table, and the speed-up by a draft over the number of requests."""
     out.mkdir(parents=True, exist_ok=True)
-    kind = "a parallel draft model" if _is_parallel(result["settings"]["draft"]) else "a draft model"
-    name = "speculation-parallel" if "parallel" in kind else "speculation"
+    parallel = _is_parallel(result["settings"]["draft"])
+    name = "speculation-parallel" if parallel else "speculation"
     if "draft" not in result["settings"]["kinds"]:
         name = "speculation-copying"
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -140,7 +140,7 @@ def save(out: Path, result: Mapping[str, Any]) -> None:
             points.setdefault(kind.replace("draft", "acceptance"), []).append((float(concurrency), cell["ratio"]))
     (out / f"{name}.md").write_text("\n".join(lines) + "\n")
     if points:
-        title = f"Speed-up by {kind}, {result['settings']['model']}"
+        title = f"Speed-up by a {'parallel ' if parallel else ''}draft model, {result['settings']['model']}"
         lines_of = {kind: sorted(line) for kind, line in points.items()}
         figures.write(out / f"{name}.svg", title, lines_of, "tokens/s over those without guesses")
 
