@@ -1,6 +1,7 @@
 """Guessed tokens change no answer: each is checked by drawing what plain decoding would draw at its position."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -413,9 +414,9 @@ def test_the_depth_settles_near_the_best_one(rate: float, slope: float) -> None:
     assert speeds >= 0.97 * speed(0), "speculation made it slower"
 
 
-def run_guesses(rows: int, rate: float, plain_ms: float, pass_ms: float, guess_ms: float) -> float:
+def run_guesses(rows: int, rates: Sequence[float], plain_ms: float, pass_ms: float, guess_ms: float) -> float:
     """Tokens a second, as a multiple of those without guesses. A step takes `pass_ms` for each pass of a draft, and
-    `guess_ms` for each guess."""
+    `guess_ms` for each guess. rates: by place, the chance that a guess is right if those before it are."""
     dice, chooser = random.Random(rows), DepthChooser(8)
     answers = [Acceptance() for _ in range(rows)]
     spent_ms = tokens = 0.0
@@ -425,7 +426,7 @@ def run_guesses(rows: int, rate: float, plain_ms: float, pass_ms: float, guess_m
             guesses = chooser.choose(rows, [each.rate(chooser.mean_rate) for each in answers], [8] * rows)
         step_ms = plain_ms + max(guesses) * pass_ms + sum(guesses) * guess_ms
         for answer, drafted in zip(answers, guesses, strict=True):
-            accepted = next((place for place in range(drafted) if dice.random() >= rate), drafted)
+            accepted = next((place for place in range(drafted) if dice.random() >= rates[place]), drafted)
             if drafted:
                 answer.observe(drafted, accepted)
                 chooser.observe_guesses(drafted, accepted)
@@ -443,7 +444,21 @@ def test_guesses_cost_no_throughput_where_each_depth_has_a_price(
     rows: int, costs: tuple[float, float, float], rate: float
 ) -> None:
     """The price of a pass is paid once for all answers: few guesses of many answers would not be worth it."""
-    assert run_guesses(rows, rate, *costs) >= 0.98
+    assert run_guesses(rows, [rate] * 8, *costs) >= 0.98
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    "rates", [(0.85, 0.3, 0.1, 0.05, 0.02), (0.8, 0.7, 0.6, 0.5, 0.4), (0.68, 0.33, 0.24, 0.05, 0.02)]
+)
+def test_the_depth_is_the_best_one_where_later_guesses_are_rarely_right(rates: tuple[float, ...], rows: int) -> None:
+    """As those of a draft that makes all of them in one pass."""
+    every, (plain_ms, pass_ms, guess_ms) = [*rates, *[rates[-1]] * 3], (4.1, 0.3, 0.05)
+    tokens = [1.0]
+    for depth in range(1, 9):
+        tokens.append(tokens[-1] + math.prod(every[:depth]))
+    speeds = [tokens[depth] * plain_ms / (plain_ms + depth * pass_ms + rows * depth * guess_ms) for depth in range(9)]
+    assert run_guesses(rows, every, plain_ms, pass_ms, guess_ms) >= 0.97 * max(speeds)
 
 
 def test_a_depth_that_pays_is_found_behind_one_that_does_not() -> None:

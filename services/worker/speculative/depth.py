@@ -80,6 +80,8 @@ class DepthChooser:
         """most: guesses of a row at most."""
         self.most = most
         self.mean_rate = _FIRST_RATE
+        self._hits, self._tries = [0.0] * most, [0.0] * most
+        """By place, right guesses and all that were checked; the earlier ones count less."""
         self._by_rows: dict[int, _Times] = {}
 
     def observe_step(self, rows: int, depth: int, seconds: float) -> None:
@@ -102,8 +104,10 @@ class DepthChooser:
 
     def observe_guesses(self, drafted: int, accepted: int) -> None:
         """Record a row of guesses of any answer."""
-        for hit in [1.0] * accepted + [0.0] * (accepted < drafted):
+        for place, hit in enumerate([1.0] * accepted + [0.0] * (accepted < drafted)):
             self.mean_rate += _GLOBAL_WEIGHT * (hit - self.mean_rate)
+            self._hits[place] += hit - _GLOBAL_WEIGHT * self._hits[place]
+            self._tries[place] += 1.0 - _GLOBAL_WEIGHT * self._tries[place]
 
     def choose(self, rows: int, rates: Sequence[float], room: Sequence[int]) -> list[int]:
         """Guesses for each answer that asks. rows: of the step, of which len(rates) ask; rates: the chance that a guess
@@ -114,7 +118,8 @@ class DepthChooser:
             return [0] * len(room)
         if 0 not in times.seconds:
             return [0] * len(room)
-        tokens = expected_tokens(rows, rates, room, longest)
+        factors = self._factors()
+        tokens = expected_tokens(rows, rates, room, longest, factors)
         best = self._best(times, tokens)
         tried = times.on_trial(longest)
         if tried is not None and best < tried:  # Its first step alone made it look too slow.
@@ -123,7 +128,7 @@ class DepthChooser:
         looked = self._to_measure(times, tokens, best)
         if looked is not None:
             return [min(looked, most) for most in room]
-        chosen = self._cut(times, best, rows, rates, room)
+        chosen = self._cut(times, best, rows, rates, room, factors)
         times.pays = any(chosen)
         if not times.pays:
             ages = [times.age(depth) for depth in times.measured_at if depth]
@@ -168,7 +173,25 @@ class DepthChooser:
             below -= 1
         return times.seconds.get(below, 1.0) * _OPTIMISM ** (depth - below)
 
-    def _cut(self, times: _Times, depth: int, rows: int, rates: Sequence[float], room: Sequence[int]) -> list[int]:
+    def _factors(self) -> list[float]:
+        """By depth from 0 on: the chance that all guesses up to it are right, over that of guesses which are all as
+        likely to be right as the mean. Those of draft heads and of a parallel draft become less likely with each place;
+        a place without guesses is as the one before it."""
+        factors, rate = [1.0], self.mean_rate
+        for hits, tries in zip(self._hits, self._tries, strict=True):
+            rate = (hits + rate * _PRIOR_WEIGHT) / (tries + _PRIOR_WEIGHT)
+            factors.append(factors[-1] * rate / self.mean_rate)
+        return factors
+
+    def _cut(
+        self,
+        times: _Times,
+        depth: int,
+        rows: int,
+        rates: Sequence[float],
+        room: Sequence[int],
+        factors: Sequence[float],
+    ) -> list[int]:
         """The guesses of each answer at this depth: those whose chance is worth their part of the wider step. The rest
         is the price of the depth, however many answers are guessed so far: the passes of a draft."""
         chosen = [min(depth, most) for most in room]
@@ -179,7 +202,7 @@ class DepthChooser:
         least = _OWN_PART * dearer * len(rates) / rows
         for index, rate in enumerate(rates):
             worth = chosen[index]
-            while worth and rate**worth < least:
+            while worth and rate**worth * factors[worth] < least:
                 worth -= 1
             chosen[index] = worth
         return chosen
@@ -188,9 +211,16 @@ class DepthChooser:
         return self._by_rows.setdefault(rows.bit_length(), _Times())
 
 
-def expected_tokens(rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> list[float]:
+def expected_tokens(
+    rows: int, rates: Sequence[float], room: Sequence[int], longest: int, factors: Sequence[float] | None = None
+) -> list[float]:
     """Tokens that a step of this many rows draws on average, for each depth from 0 to `longest`: each guess is right
-    with the chance `rates` of its row, which has at most `room` guesses."""
+    with the chance `rates` of its row, which has at most `room` guesses. factors: by depth, how much likelier all
+    guesses up to it are right than by `rates` alone."""
+    factors = factors or [1.0] * (longest + 1)
     of_row = list(zip(rates, room, strict=True))
-    more = (sum(rate**depth for rate, most in of_row if most >= depth) for depth in range(1, longest + 1))
+    more = (
+        min(factors[depth] * sum(rate**depth for rate, most in of_row if most >= depth), float(len(of_row)))
+        for depth in range(1, longest + 1)
+    )
     return list(accumulate(more, initial=float(rows)))
