@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.draft_heads import ARCHITECTURE, base_digest
+from kernels.drafts.draft_heads import ARCHITECTURE, base_digest
 
 NOISE = 0.02
 """Deviation of the weights that read hidden states, and of those of the layer."""

@@ -19,7 +19,7 @@ from compress.heads.network import HeadsNetwork, HeadsShape
 from compress.output.checkpoint import Workspace, as_stored
 from compress.progress import Progress
 from compress.training.run import Plan, to_trainer, train
-from kernels.draft_heads import ARCHITECTURE, base_digest
+from kernels.drafts.draft_heads import ARCHITECTURE, base_digest
 
 _PROMPT_SHARE = 4
 """The first of this number of equal parts of a window is text; the base answers the rest."""

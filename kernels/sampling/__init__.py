@@ -165,7 +165,7 @@ def sample(
     [S]: position of the new token in its answer. Two launches, no host sync.
 
     guesses int64 [S], places int32 [S]: of a step with guesses the token before each sample, and how many of the tokens
-    up to it are guesses of its row. Penalties count these; the history is left to `kernels.guesses.accept`.
+    up to it are guesses of its row. Penalties count these; the history is left to `kernels.drafts.guesses.accept`.
     """
     rows, vocab = logits_SV.shape
     assert logits_SV.stride(1) == 1

@@ -4,15 +4,17 @@ import os
 import random
 from array import array
 from dataclasses import replace
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, draft_pass, kv_pages, parallel_draft, sampling, step_io
+from kernels import attention, kv_pages, sampling, step_io
 from kernels.activation import activate, gelu
 from kernels.attention.short_prefill import ShortPrefillPlan
+from kernels.drafts import draft_pass, parallel_draft
 from kernels.norm import normalize
 from kernels.operands import Activation, Norm, NormKind, Scores
 from kernels.reference import layers
@@ -312,21 +314,41 @@ def check_draft_pass(held: int, wanted: list[int]) -> None:
     assert sent[end:].eq(77).all()
 
 
-def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool) -> None:
-    """The words of the passes behind a step whose rows have these lengths and keep these draws; the graphs of both have
-    `held` rows. redo: the first pass has all draws."""
+class _CheckedStep(NamedTuple):
+    """A step that checks guesses, on the device, with random slots, contexts and guesses."""
+
+    owners: list[int]
+    """The slot of each row."""
+    contexts: list[int]
+    words: Tensor
+    sizes: tuple[int, int, int]
+    kept: Tensor
+    last: Tensor
+    guesses: Tensor
+
+
+def _checked_step(held: int, drawn: list[tuple[int, int]]) -> _CheckedStep:
+    """Its rows have these lengths and keep these draws; the graph has `held` rows."""
     count, slots = len(drawn), held + 3
-    lengths, kept = ([row[part] for row in drawn] for part in (0, 1))
+    lengths = [length for length, _ in drawn]
     owners, contexts = random.sample(range(slots), count), random.sample(range(9, 900), count)
     sizes = held * max(lengths), held, held * max(lengths)
     words = np.full(step_io.words_of(*sizes), 77, np.int32)
-    StepRows(Rows(owners, lengths, lengths, np.full(sum(lengths), -2, np.int32)), contexts).lay_out(
-        words.data, 0, sizes
-    )
-    checked, counts = torch.from_numpy(words).to(DEVICE), torch.full((held,), 77, dtype=torch.int32, device=DEVICE)
-    counts[:count] = torch.tensor(kept)
+    rows = Rows(owners, lengths, lengths, np.full(sum(lengths), -2, np.int32))
+    StepRows(rows, contexts).lay_out(words.data, 0, sizes)
+    kept = torch.full((held,), 77, dtype=torch.int32, device=DEVICE)
+    kept[:count] = torch.tensor([draws for _, draws in drawn])
     last = torch.randint(0, 900, (slots + 1,), device=DEVICE)
     guesses = torch.randint(0, 900, (slots + 1, 8), dtype=torch.int32, device=DEVICE)
+    return _CheckedStep(owners, contexts, torch.from_numpy(words).to(DEVICE), sizes, kept, last, guesses)
+
+
+def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool) -> None:
+    """The words of the passes behind a step whose rows have these lengths and keep these draws; the graphs of both have
+    `held` rows. redo: the first pass has all draws."""
+    count, slots, step = len(drawn), held + 3, _checked_step(held, drawn)
+    owners, contexts, last, guesses = step.owners, step.contexts, step.last, step.guesses
+    lengths, kept = ([row[part] for row in drawn] for part in (0, 1))
 
     rows, expected = [], {}
     for slot, length, context, draws in zip(owners, lengths, contexts, kept, strict=True):
@@ -339,7 +361,7 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool
     longest = max(lengths) if redo else 2
     size = first_at + step_io.words_of(longest * held, held, held)
     sent = torch.full((size + 4,), 77, dtype=torch.int32, device=DEVICE)
-    draft_pass.follow(checked, sizes, count, counts, last, guesses, sent, held, longest, redo)
+    draft_pass.follow(step.words, step.sizes, count, step.kept, last, guesses, sent, held, longest, redo)
     assert sent[-4:].eq(77).all()
     places, left, _ = (int(at) for at in draft_pass.lists_of(held))
     assert sent[left : left + held].tolist() == [*(row[2] if row else 0 for row in rows), *[0] * (held - count)]
@@ -370,21 +392,11 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool
 def check_parallel_pass(held: int, drawn: list[tuple[int, int]], depth: int) -> None:
     """The words of a pass of a parallel draft model behind a step whose rows have these lengths and keep these draws,
     and where its guesses go."""
-    count, slots, mask = len(drawn), held + 3, 901
-    lengths, kept = ([row[part] for row in drawn] for part in (0, 1))
-    owners, contexts = random.sample(range(slots), count), random.sample(range(9, 900), count)
-    sizes = held * max(lengths), held, held * max(lengths)
-    words = np.full(step_io.words_of(*sizes), 77, np.int32)
-    StepRows(Rows(owners, lengths, lengths, np.full(sum(lengths), -2, np.int32)), contexts).lay_out(
-        words.data, 0, sizes
-    )
-    checked, counts = torch.from_numpy(words).to(DEVICE), torch.full((held,), 77, dtype=torch.int32, device=DEVICE)
-    counts[:count] = torch.tensor(kept)
-    last = torch.randint(0, 900, (slots + 1,), device=DEVICE)
-    guesses = torch.randint(0, 900, (slots + 1, 8), dtype=torch.int32, device=DEVICE)
+    count, slots, mask, step = len(drawn), held + 3, 901, _checked_step(held, drawn)
+    owners, contexts, last, guesses = step.owners, step.contexts, step.last, step.guesses
     tokens, samples = 2 * depth * held, depth * held
     sent = torch.full((step_io.words_of(tokens, held, samples) + 4,), 77, dtype=torch.int32, device=DEVICE)
-    parallel_draft.begin(checked, sizes, count, counts, last, guesses, sent, held, depth, mask)
+    parallel_draft.begin(step.words, step.sizes, count, step.kept, last, guesses, sent, held, depth, mask)
     assert sent[-4:].eq(77).all()
 
     tables, none = torch.ones(slots + 1, 64, dtype=torch.int32, device=DEVICE), torch.full_like(last, -9)

@@ -26,13 +26,9 @@ from kernels import (
     activation,
     attention,
     block_copy,
-    draft_pass,
-    guesses,
-    hidden_states,
     kv_pages,
     lora,
     norm,
-    parallel_draft,
     quantized_weights,
     rope_kv,
     sampling,
@@ -41,6 +37,7 @@ from kernels import (
     texts,
 )
 from kernels.attention import packed_texts, short_prefill
+from kernels.drafts import draft_pass, guesses, hidden_states, parallel_draft
 from kernels.linear import (
     dense,
     dense_hopper,

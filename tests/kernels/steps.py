@@ -39,6 +39,7 @@ from services.worker.runners.step import Edit, SlotState, Words
 from tests.tiny_config import tiny_config
 
 _VOCAB, _LENGTH, _SLOTS, _BLOCKS, _LAST, _OWN = 50, 128, 4, 12, -1, -2
+_DRAWN: dict[str, Any] = {"temperature": 1.0, "seed_low": 9}
 _EditOf = tuple[Edit, int, Sequence[int]]
 """Operation, slot, words."""
 _RowOf = tuple[int, list[int], int]
@@ -161,21 +162,13 @@ def check_draft_guesses() -> None:
     """The draft is the served model itself: its guesses are right, of rows that want one, three and none; behind its
     last guesses, behind a prompt, where it has caught up, and where they were made behind the step before."""
     gpu, cpu = _runners(3, 48, 32, 9, drafts=True)
-    begins = [_admit(0, 5), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
-    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
     sequences, computed = [[7, 9, 9, 30, 41], [8, 3], [5]], [0, 0, 0]
-    words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
+    words = _three_prompts(sequences)
     followed = []
     wanted = (3, 1, 0), (2, 3, 1), (0, 0, 0), (1, 3, 2), (3, 0, 1), (2, 2, 1), (2, 1, 1)
     for counts in (None, *wanted, (7, 7, 7), (7, 7, 7), (3, 3, 3), (2, 1, 1)):
         if counts is not None:
-            edits: list[_EditOf] = [
-                (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
-                for slot, count in enumerate(counts)
-                if count or not any(counts)
-            ]
-            rows = [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)]
-            words = _packed(edits, rows)
+            words = _own_guesses(counts, sequences, computed)
         drawn = _compare(gpu, cpu, words).sampled.tokens
         followed.append(dict(gpu._followed))
         for slot, tokens in enumerate(drawn):
@@ -194,19 +187,12 @@ def check_parallel_guesses() -> None:
     mine, other = gpu.draft, cpu.draft
     assert isinstance(mine, GpuParallelDraft)
     assert isinstance(other, CpuParallelDraft)
-    begins = [_admit(0, 14), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
-    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
     sequences, computed = [[*range(7, 21)], [8, 3], [5]], [0, 0, 0]
-    words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
+    words = _three_prompts(sequences)
     checked, followed, guessed = _checked_guesses(gpu), 0, 0
     for counts in (None, (3, 1, 0), (0, 2, 3), (4, 1, 1), (2, 1, 1), (3, 1, 2), (0, 0, 0), (4, 4, 4)):
         if counts is not None:
-            edits: list[_EditOf] = [
-                (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
-                for slot, count in enumerate(counts)
-                if count or not any(counts)
-            ]
-            words = _packed(edits, [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)])
+            words = _own_guesses(counts, sequences, computed)
         guesses = _recorded_guesses(other)
         followed += sum(0 < count <= gpu._followed.get(slot, 0) for slot, count in enumerate(counts or ()))
         for slot, tokens in enumerate(_compare(gpu, cpu, words).sampled.tokens):
@@ -231,20 +217,13 @@ def check_heads_guesses() -> None:
     mine, other = gpu.draft, cpu.draft
     assert isinstance(mine, GpuHeads)
     assert isinstance(other, CpuHeads)
-    begins = [_admit(0, 14), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
-    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
     sequences, computed = [[*range(7, 21)], [8, 3], [5]], [0, 0, 0]
-    words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
+    words = _three_prompts(sequences)
     guessed: list[int] = []
     checked, followed = _checked_guesses(gpu), 0
     for counts in (None, (3, 1, 0), (0, 2, 3), (4, 1, 1), (2, 1, 1), (3, 1, 2)):
         if counts is not None:
-            edits: list[_EditOf] = [
-                (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
-                for slot, count in enumerate(counts)
-                if count
-            ]
-            words = _packed(edits, [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)])
+            words = _own_guesses(counts, sequences, computed)
         guesses = _recorded_guesses(other)
         followed += sum(0 < count <= gpu._followed.get(slot, 0) for slot, count in enumerate(counts or ()))
         for slot, tokens in enumerate(_compare(gpu, cpu, words).sampled.tokens):
@@ -264,6 +243,24 @@ def check_heads_guesses() -> None:
     assert followed > 4
     assert len(set(guessed)) > 3
     assert all(token % 2 for token in guessed), "a token that the heads' own head does not have"
+
+
+def _three_prompts(prompts: Sequence[Sequence[int]]) -> Words:
+    """The first step of three sequences with three blocks each; the second one is sampled."""
+    begins = [_admit(slot, len(ids), **(_DRAWN if slot == 1 else {})) for slot, ids in enumerate(prompts)]
+    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
+    return _packed(begins, [(slot, [*ids], 1) for slot, ids in enumerate(prompts)])
+
+
+def _own_guesses(counts: Sequence[int], sequences: Sequence[Sequence[int]], computed: Sequence[int]) -> Words:
+    """A step in which each slot has this number of own guesses. The draft, which has computed so many tokens of each
+    sequence, computes those of slots with guesses, or where none has any, of all."""
+    edits: list[_EditOf] = [
+        (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
+        for slot, count in enumerate(counts)
+        if count or not any(counts)
+    ]
+    return _packed(edits, [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)])
 
 
 def _checked_guesses(gpu: GpuRunner) -> torch.Tensor:

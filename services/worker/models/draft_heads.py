@@ -33,7 +33,7 @@ class HeadsConfig:
     base_vocab: int
     base_layers: int
     base_digest: str
-    """The digest of the base's embedding, as `kernels.draft_heads` computes it."""
+    """The digest of the base's embedding, as `kernels.drafts.draft_heads` computes it."""
 
     @property
     def fused_width(self) -> int:

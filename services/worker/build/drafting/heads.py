@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.draft_heads import base_digest
+from kernels.drafts.draft_heads import base_digest
 from services.worker.build.drafting.heads_config import read_heads
 from services.worker.errors import CheckpointError
 from services.worker.loader.plain import load_weights

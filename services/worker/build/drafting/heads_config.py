@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from kernels.draft_heads import ARCHITECTURE
+from kernels.drafts.draft_heads import ARCHITECTURE
 from services.worker.errors import CheckpointError
 from services.worker.loader.files import _read_json
 from services.worker.models.draft_heads import HeadsConfig

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels import attention, guesses, sampling, step_io
+from kernels import attention, sampling, step_io
 from kernels.attention import AttentionPlan
 from kernels.attention.short_prefill import ShortPrefillPlan
+from kernels.drafts import guesses
 from kernels.sampling.slot_settings import Samples, SlotSettings
 from kernels.step_io import StepInputs
 from services.worker.models.decoder import Decoder

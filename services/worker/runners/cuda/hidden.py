@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import hidden_states
+from kernels.drafts import hidden_states
 from kernels.step_io import StepInputs
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import guesses, sampling, step_io
+from kernels import sampling, step_io
+from kernels.drafts import guesses
 from kernels.sampling.slot_settings import Samples, SlotSettings
 from kernels.sampling.token_mask import mask_logits
 from kernels.step_io import StepInputs

@@ -6,7 +6,7 @@ device, where the served model's step reads them.
 
 A pass is a step of rows with a last known token or a guess each; a row of the first pass may have some tokens before
 it, too (see `services.worker.speculative.draft_model`). One captured pass of one token a row serves as first and later
-pass. The words of all passes are sent once: each pass makes those of the next one (see `kernels.draft_pass`).
+pass. The words of all passes are sent once: each pass makes those of the next one (see `kernels.drafts.draft_pass`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import draft_pass, step_io
+from kernels import step_io
+from kernels.drafts import draft_pass
 from kernels.sampling.slot_settings import SlotSettings
 from kernels.slot_edits import HEADER
 from kernels.step_io import StepInputs
@@ -288,7 +289,7 @@ class GpuDraftModel:
 
 
 def words_of(found: list[Guessed], rows: int, most: int) -> list[int]:
-    """The words of a pass of one token a row, padded to `rows` rows, as `kernels.draft_pass` defines them. most:
+    """The words of a pass of one token a row, padded to `rows` rows, as `kernels.drafts.draft_pass` defines them. most:
     guesses of a slot in the table. The device is idle until it has them, so they are one list, without `StepRows`."""
     count, length = len(found), step_io.aligned(rows)
     none, starts = [0] * (length - count), [count] * (step_io.aligned(rows + 1) - count)

@@ -6,16 +6,11 @@ their place, so right guesses are computed once more. Its passes for up to `dept
 tokens that a step draws at most, and for depth - 1 masks.
 """
 
-import torch
-from torch import Tensor
-
-from kernels import parallel_draft, step_io
-from kernels.sampling.slot_settings import SlotSettings
+from kernels import step_io
+from kernels.drafts import parallel_draft
 from kernels.slot_edits import HEADER
-from services.worker.models.decoder import Decoder
 from services.worker.runners.cuda.drafts.draft_model import CheckedStep, GpuDraftModel, Guessed
 from services.worker.runners.cuda.graphs import GUESSES, MOST_GUESS_TOKENS
-from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.step_words import put
 from services.worker.runners.cuda.upload import NO_EDITS
 
@@ -27,22 +22,11 @@ class GpuParallelDraft(GpuDraftModel):
     most_tokens = 2 * MOST_GUESS_TOKENS
     redoes_guesses = True
 
-    def __init__(
-        self,
-        model: Decoder,
-        ops: TritonOps,
-        block_size: int,
-        slots: int,
-        step_tokens: int,
-        stored: torch.dtype,
-        tables: Tensor,
-        settings: SlotSettings,
-        guesses: Tensor,
-    ) -> None:
-        """As `GpuDraftModel`; the model's config has a mask token."""
-        super().__init__(model, ops, block_size, slots, step_tokens, stored, tables, settings, guesses)
-        assert model.config.mask_token is not None
-        self._mask_token = model.config.mask_token
+    @property
+    def _mask_token(self) -> int:
+        token = self.model.config.mask_token
+        assert token is not None, "no parallel draft model"
+        return token
 
     def _pass_lengths(self) -> set[int]:
         return {*self.lengths}
@@ -95,7 +79,7 @@ class GpuParallelDraft(GpuDraftModel):
 
 
 def _samples(found: list[Guessed], depth: int) -> list[int]:
-    """`depth` samples of each row, as `kernels.parallel_draft` defines them."""
+    """`depth` samples of each row, as `kernels.drafts.parallel_draft` defines them."""
     place = step_io.GUESS_PLACE.value
     return [
         number + place * (row.wanted - 1 - guess) if guess < row.wanted else -1

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
-from kernels.draft_pass import MOST_FOLLOWED
+from kernels.drafts.draft_pass import MOST_FOLLOWED
 from kernels.step_io import GUESS_PLACE
 
 _BLOCK = 128

@@ -1,0 +1,1 @@
+"""What steps with guesses need on the device: passes of a draft, its hidden states, and which guesses are right."""
