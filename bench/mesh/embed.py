@@ -11,7 +11,7 @@ whole mesh with its default threads, and ONNX Runtime with two in one process be
 has, one after another: by calls of gRPC, by messages on one stream of gRPC, and by requests on one connection of HTTP;
 and calls of a server that does nothing (`servers/bare.py`), the floor of those of gRPC. `awake` (Linux) measures the
 same on cores that do not sleep between two messages: on each a process computes whenever no other does.
-`docs/operations.md` says how an operator gets such cores.
+`docs/operations.md` describes how an operator gets such cores.
 """
 
 import asyncio
