@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,7 @@ async def up(
     cores: int = 0,
     roles: Sequence[str] = (),
     start_s: float = _START_S,
+    worker: str = "services.worker",
 ) -> AsyncIterator[Up]:
     """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp.
 
@@ -81,6 +83,7 @@ async def up(
     `cores`: the mesh has that many cores to itself, and this process and its later children have the others.
     `roles`: of the workers, in turn.
     Each gateway is one process unless WEFT_GATEWAY_PROCESSES is among the settings. start_s: the longest start.
+    `worker`: the module that workers run.
     """
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         spec = plan.MeshSpec(
@@ -94,10 +97,17 @@ async def up(
         )
         async with plan.planned(spec) as planned:
             with _bound(cores) as clients:
-                async with _running(planned, gateways, workers, Path(home), start_s) as running:
+                async with _running(_with_worker(planned, worker), gateways, workers, Path(home), start_s) as running:
                     os.sched_setaffinity(0, clients)
                     with _gateway_of(Path(home)) if tls else contextlib.nullcontext():
                         yield running
+
+
+def _with_worker(mesh: plan.MeshPlan, module: str) -> plan.MeshPlan:
+    """The same mesh, whose workers run this module."""
+    command = [sys.executable, "-m", module]
+    specs = [replace(spec, command=command) if spec.name.startswith("worker-") else spec for spec in mesh.specs]
+    return replace(mesh, specs=specs)
 
 
 @contextlib.contextmanager

@@ -52,6 +52,12 @@ class GatewaySettings(CommonSettings):
         ge=0,
         description="Seconds that a receipt waits for the worker's costs after a stop string ended the answer.",
     )
+    gateway_hold_s: float = Field(
+        0.05,
+        ge=0,
+        description="Seconds for which tokens that a step with guesses drew together are held back at most, about, so "
+        "that a client receives them at even times; 0: they are sent as they arrive.",
+    )
     gateway_most_calls: int = Field(
         4096, ge=1, description="Most requests that run at once in one process; further ones are refused."
     )

@@ -92,7 +92,7 @@ async def main() -> None:
         adapters = Adapters(
             model.read_adapter, settings.most_adapters, lambda: model.engine.stats().resident, model.adapters
         )
-        jobs, progress = _open_jobs(model, adapters, service, others, metrics, settings.orphan_s)
+        jobs, progress = _open_jobs(model, adapters, service, others, metrics, settings)
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
         async with (
             shared_prefixes(sharing, model.engine, metrics.all, settings.mesh_id),
@@ -178,13 +178,13 @@ def _open_jobs(
     service: WorkerService,
     others: VllmEngineService,
     metrics: WorkerMetrics,
-    orphan_s: float,
+    settings: WorkerSettings,
 ) -> tuple[Jobs, Progress]:
     """The jobs of a loaded model, which both services accept from now on."""
     engine, card = model.engine, model.card
     metrics.loaded(card.name, model.max_batch_size, engine.stats)
-    jobs = Jobs(engine, card, orphan_s, metrics, adapters)
-    progress = Progress(engine.stats, jobs)
+    jobs = Jobs(engine, card, settings.orphan_s, metrics, adapters)
+    progress = Progress(engine.stats, jobs, guesses=bool(settings.speculate))
 
     def report() -> mesh.WorkerReport:
         return report_of(engine.stats(), jobs, progress)

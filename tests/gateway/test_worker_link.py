@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services import rpc
@@ -38,6 +39,28 @@ async def test_jobs_are_sent_together_to_a_worker_that_reads_them(reads_more: bo
     assert [job.job_id for job in worker.jobs] == [str(number) for number in range(9)]
     assert sum(worker.together) == 10, "the hello and nine jobs"
     assert (len(worker.together) < 10) == reads_more
+    await link.close()
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("hold_s", [0.0, 0.05])
+@pytest.mark.parametrize("guesses", [False, True])
+async def test_tokens_of_steps_with_guesses_are_taken_one_by_one(guesses: bool, hold_s: float) -> None:
+    worker = FakeWorker("a worker", lambda job: list(range(90)))  # type: ignore[abstract]
+    worker.tokens_per_step, worker.step_s = 3, 0.006
+    server = await rpc.serve("127.0.0.1:0", [rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)])
+    link = WorkerLink(f"127.0.0.1:{server.port}", "a gateway")
+    await until(lambda: len(worker.links) == 1)
+    (unsent,) = worker.links
+    unsent.put(mesh.RunResponse(heartbeat=mesh.WorkerHeartbeat(guesses=guesses)))
+    await until(lambda: link.health.last is not None)
+    taken = list[list[int]]()
+    job = mesh.Job(job_id="a job", token_ids=[1], prompt_len=1, sampling=api.Sampling(max_tokens=90))
+    stream = link.run(job, "a worker", lambda: taken.append(stream.take()[0]), hold_s)
+    await until(stream.closed.done)
+    await until(lambda: sum(map(len, taken)) == 90)
+    assert [token for tokens in taken for token in tokens] == list(range(90))
+    assert any(len(tokens) % 3 for tokens in taken) == bool(guesses and hold_s)
     await link.close()
     await server.stop(0)
 

@@ -16,6 +16,7 @@ from tests.parallel_drafts import with_mask
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.telemetry.scraping import scrape
+from weft.launch.demo_model import model_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -149,3 +150,23 @@ async def test_a_worker_killed_amid_guesses_changes_no_token(mesh: Mesh, stub: S
     assert any(answer.receipt.attempts > 1 for answer in answers)
     assert [answer.ids for answer in answers] == [answer.ids for answer in calm]
     assert sum(answer.receipt.accepted_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize("hold_s", ["", "0"])
+async def test_tokens_of_a_step_come_one_by_one_unless_they_are_not_held(tmp_path: Path, hold_s: str) -> None:
+    guesses = {"WEFT_SPECULATE": "draft:any", "WEFT_SPECULATE_DEPTH": "4", "WEFT_PACED_ACCEPTANCE": "0.7"}
+    paced = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "30", **guesses}
+    gateway = {"WEFT_GATEWAY_HOLD_S": hold_s} if hold_s else {}
+    async with Mesh(tmp_path, model_folder(), workers=1, worker_env=paced, gateway_env=gateway) as mesh:
+        for sampling in ({}, {"stop": ["no such text"]}, {"logprobs": 1}):
+            messages = list[int]()
+
+            def count(delta: api.Delta, messages: list[int] = messages) -> None:
+                messages.append(len(delta.token_ids))
+
+            answer = await generate(mesh.stub(), request(0, None, max_tokens=120, **sampling), on_delta=count)
+            steps = 120 - answer.receipt.accepted_tokens
+            assert len(answer.ids) == sum(messages) == 120
+            assert answer.receipt.accepted_tokens > 30
+            held = not hold_s and "stop" not in sampling
+            assert (len([tokens for tokens in messages if tokens]) > steps) == held

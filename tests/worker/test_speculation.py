@@ -345,7 +345,7 @@ def test_steps_overlap_where_nothing_is_guessed(why: str, depth: int | None, eng
     jobs = [job(key, prompt_of(9 + key), max_tokens=60) for key in range(3)]
     if why == "too slow":
         speculation = Speculation(draft_model.DraftProgress(made.options.block_size, 512), overlaps=True)
-        speculation._budget.spend(12_500, 250.0)  # No slow machine earns this within the test.
+        speculation._budget.spend(12_500, 250.0, 3)  # No slow machine earns this within the test.
     elif why == "nothing found":
         speculation = Speculation(LateReplay({}, 1000), depth, overlaps=True)
     else:
@@ -486,39 +486,41 @@ def test_looks_in_vain_become_rare() -> None:
 
 def test_a_draft_catches_up_in_a_hundredth_of_the_time() -> None:
     budget, plain_s, spent_s = CatchUpBudget(), 0.0, 0.0
-    assert budget.allows(2000)
-    assert not budget.allows(64 * 512)
+    assert budget.allows(2000, 64)
+    assert not budget.allows(64 * 512, 64)
     while plain_s < 300:
-        if budget.allows(64 * 512):
+        if budget.allows(64 * 512, 64):
             for _ in range(64):
-                budget.spend(512, 0.018)
+                budget.spend(512, 0.018, 64)
                 spent_s += 0.018
         budget.earn(0.0065)
         plain_s += 0.0065
     assert 0.0 < spent_s <= 0.011 * plain_s + 1.2
-    before = budget.seconds
-    budget.spend(512, 0.018, pays=True)
-    assert budget.seconds == before, "answers that join while guesses pay leave the budget for looks alone"
+    before = budget.seconds(64)
+    budget.spend(512, 0.018, 64, pays=True)
+    assert budget.seconds(64) == before, "answers that join while guesses pay leave the budget for looks alone"
 
 
-def test_only_the_first_look_is_paid_in_advance() -> None:
+def test_only_the_first_look_at_a_size_of_batch_is_paid_in_advance() -> None:
     budget = CatchUpBudget()
-    budget.spend(4096, 0.08)
+    budget.spend(4096, 0.08, 5)
     budget.earn(0.004)
-    assert budget.allows(1024), "the first look at guesses that did not pay"
-    budget.looked()
-    assert not budget.allows(1024)
+    assert budget.allows(1024, 5), "the first look at guesses that did not pay"
+    budget.looked(5)
+    assert not budget.allows(1024, 5)
+    assert not budget.allows(1024, 7), "batches of 4 to 7 are of one size"
+    assert budget.allows(8192, 16)
     for _ in range(1000):
         budget.earn(0.004)
-    assert budget.allows(1024)
+    assert budget.allows(1024, 5)
 
 
 def test_a_compilation_is_not_the_price_of_a_token() -> None:
     budget = CatchUpBudget()
-    budget.spend(512, 2.3)
+    budget.spend(512, 2.3, 1)
     for _ in range(1000):
         budget.earn(0.004)
-    assert budget.allows(512)
+    assert budget.allows(512, 1)
 
 
 def test_the_first_step_of_a_depth_does_not_judge_it() -> None:
@@ -537,7 +539,7 @@ def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoi
     folder = checkpoint("llama")
     engine = open_engine(folder, warm_up=True, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
     assert engine.speculation is not None
-    engine.speculation._budget.spend(12_500, 0.25)
+    engine.speculation._budget.spend(12_500, 0.25, 16)
     run(engine, *(job(key, prompt_of(100, key), max_tokens=60) for key in range(16)), steps=50)
     assert engine.stats().guesses.drafted == 0
     engine.speculation._budget.earn(10_000.0)

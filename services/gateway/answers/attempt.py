@@ -29,6 +29,8 @@ class Answer:
     """When the request arrived, on `time.monotonic`."""
     cost_wait_s: float
     """How long to wait for the worker's report of the cost after a stop string has ended the answer."""
+    hold_s: float = 0.0
+    """How long tokens of a step with guesses may be held back so that they reach the subscribers at even times."""
     costs: AttemptCosts = field(default_factory=AttemptCosts)
     first_token_at: float | None = None
     last_token_at: float = 0.0
@@ -84,6 +86,8 @@ class Attempt:
         if not stream.tokens:
             return
         tokens, details = stream.take()
+        if not tokens:
+            return
         gaps = len(tokens)
         traffic = answer.traffic()
         traffic.tokens += gaps
@@ -92,8 +96,8 @@ class Attempt:
             answer.first_token(stream.first_at)
             gaps -= 1
         if gaps:
-            traffic.inter_token.add((stream.last_at - answer.last_token_at) / gaps, gaps)
-            answer.last_token_at = stream.last_at
+            traffic.inter_token.add((stream.taken_at - answer.last_token_at) / gaps, gaps)
+            answer.last_token_at = stream.taken_at
         answer.journal.extend(tokens, details)
         if answer.journal.ending is not None:
             stream.link.cancel(stream, len(answer.journal.tokens), answer.cost_wait_s)

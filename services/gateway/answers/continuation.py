@@ -230,7 +230,8 @@ class Continuation:
             return None
         span, deadline = self._begin_span(), self._answer.deadline()
         job = self._messages.job(self.journal, deadline, span.traceparent, None)
-        return EarlyAttempt(Attempt(self._answer, link.run(job, "", self._on_tokens), span, deadline))
+        stream = link.run(job, "", self._on_tokens, self._answer.hold_s)
+        return EarlyAttempt(Attempt(self._answer, stream, span, deadline))
 
     def _open_attempt(self, placement: Placement, early: EarlyAttempt[Attempt] | None) -> Attempt:
         """The attempt at this placement: the early one if it is there, else a new one."""
@@ -251,12 +252,13 @@ class Continuation:
 
     def _open(self, placement: Placement, deadline: float, traceparent: str) -> JobStream:
         link, journal, messages = self._backend.workers.to(placement.address), self.journal, self._messages
+        notify, hold_s = self._on_tokens, self._answer.hold_s
         if isinstance(placement, mesh.Joined):
             attach = messages.attach(journal, placement.leader_job_id, traceparent)
-            return link.attach(attach, placement.worker_id, messages.wants_details, self._on_tokens)
+            return link.attach(attach, placement.worker_id, messages.wants_details, notify, hold_s)
         job = messages.job(journal, deadline, traceparent, placement.placement)
         job.handoff, job.source = placement.HasField("handoff"), placement.source
-        return link.run(job, placement.worker_id, self._on_tokens)
+        return link.run(job, placement.worker_id, notify, hold_s)
 
     async def _run_attempt(self, attempt: Attempt, placement: Placement) -> WeftError | None:
         """-> None once the answer has ended, else why it has not."""

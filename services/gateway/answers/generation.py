@@ -184,6 +184,8 @@ class Generation:
             traffic=partial(self._backend.metrics.traffic.model, card.name),
             began=self._began,
             cost_wait_s=self._backend.settings.gateway_cost_wait_s,
+            # An answer that its text may end is read at once, or its end would be found later.
+            hold_s=0.0 if self.ends_by_text else self._backend.settings.gateway_hold_s,
         )
         messages = JobMessages(admitted, index, sampling, tokens, key)
         return Continuation(self._backend, admitted, answer, messages, key)

@@ -24,6 +24,7 @@ from services import rpc, telemetry
 from services.errors import WeftError
 from services.gateway.links.arrivals import Arrivals
 from services.gateway.links.link_health import LinkHealth
+from services.gateway.links.token_pace import TokenPace
 from services.gateway.text.journal import Detail
 from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull
@@ -49,8 +50,9 @@ class JobStream:
     """One job on a link: the tokens that arrived and are not yet taken, in order and without gaps."""
 
     __slots__ = (
-        "_notified", "broken", "closed", "details", "end", "expected", "first_at", "last_at", "link", "loss", "notify",
-        "number", "opened_at", "scores", "stream_id", "tokens", "wants_details", "worker_id",
+        "_hold_s", "_notified", "_pace", "_timer", "broken", "closed", "details", "end", "expected", "first_at",
+        "last_at", "link", "loss", "notify", "number", "opened_at", "scores", "stream_id", "taken_at", "tokens",
+        "wants_details", "worker_id",
     )  # fmt: skip
 
     def __init__(
@@ -61,8 +63,10 @@ class JobStream:
         position: int,
         wants_details: bool,
         notify: Callable[[], None],
+        hold_s: float,
     ) -> None:
-        """`position` is that of the first token; `notify` is called when there are tokens to take."""
+        """`position` is that of the first token; `notify` is called when there are tokens to take. `hold_s`: seconds
+        for which tokens of a worker that guesses may be held back so that they are taken at even times."""
         self.link = link
         self.stream_id = stream_id
         self.number = 0
@@ -82,8 +86,15 @@ class JobStream:
         self.opened_at = clock()
         self.first_at: float | None = None
         self.last_at = self.opened_at
+        self.taken_at = self.opened_at
+        """When the last tokens that were taken arrived, or were released."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._notified = False
+        self._hold_s = hold_s
+        self._pace: TokenPace | None = None
+        """What holds tokens back; None: they are taken as they arrive."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Until it runs, no token is taken."""
 
     def add(self, position: int, token: int, now: float, detail: Detail | None = None) -> None:
         """Appends the next token. Drops a token of an earlier position; a missing token loses the stream."""
@@ -97,24 +108,55 @@ class JobStream:
             self.details.append(detail)
         if self.first_at is None:
             self.first_at = now
+            self._pace = TokenPace(self._hold_s) if self._hold_s and self.link.guesses else None
         self.last_at = now
+        if self._pace is not None:
+            self._pace.arrived(now)
         # A reader that is behind is notified once, and then takes many tokens together.
         if not self._notified or len(self.tokens) % UNREAD_TOKENS == 0:
             self._notified = True
             self.link.arrivals.add(self)
 
     def take(self) -> tuple[list[int], list[Detail]]:
-        """The tokens that arrived since the last call, and their details if they were requested."""
+        """The tokens that arrived since the last call and are not held back, and their details if they were requested.
+        Once the stream is closed, all that are left."""
+        if self._timer is not None:
+            return [], []
+        if self._pace is not None and not self.closed.done():
+            return self._take_some(self._pace)
         taken = self.tokens, self.details
         self.tokens, self.details = [], []
+        self.taken_at = self.last_at
         self._notified = False
         return taken
 
+    def _take_some(self, pace: TokenPace) -> tuple[list[int], list[Detail]]:
+        """The tokens that are due. Notifies the reader when the next ones are."""
+        self.taken_at = clock()
+        count, wait_s = pace.release(self.taken_at)
+        taken = self.tokens[:count], self.details[:count]
+        self.tokens, self.details = self.tokens[count:], self.details[count:]
+        if wait_s:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._waited)
+        self._notified = self._timer is not None
+        return taken
+
+    def _waited(self) -> None:
+        """The next tokens are due, if they have arrived."""
+        self._timer, self._notified = None, bool(self.tokens)
+        if self.tokens:
+            self.notify()
+
     def close(self, end: mesh.JobEnd | None = None, loss: WeftError | None = None) -> None:
         """Ends the stream: with the job's end, with a loss, or (neither) because it was cancelled."""
-        if not self.closed.done():
-            self.end, self.loss = end, loss
-            self.closed.set_result(None)
+        if self.closed.done():
+            return
+        self.end, self.loss = end, loss
+        self.closed.set_result(None)
+        if self._timer is not None:  # No token is held back any more.
+            self._timer.cancel()
+            self._timer = None
+            asyncio.get_running_loop().call_soon(self.notify)
 
     def observed_cost(self) -> mesh.JobCost:
         """The cost as measured at the gateway, for an attempt of which the worker reported none."""
@@ -155,6 +197,11 @@ class WorkerLink:
         return len(self._streams)
 
     @property
+    def guesses(self) -> bool:
+        """The worker guesses tokens."""
+        return self.health.last is not None and self.health.last.guesses
+
+    @property
     def usable(self) -> bool:
         """New jobs may go to the worker."""
         return self.alive and not self.health.suspect(clock())
@@ -175,19 +222,19 @@ class WorkerLink:
             self._put(mesh.RunRequest(cancel=mesh.CancelJob(stream_id=_NO_STREAM)))
         return False
 
-    def run(self, job: mesh.Job, worker_id: str, notify: Callable[[], None]) -> JobStream:
-        """Sends a job, whose stream id is set here."""
+    def run(self, job: mesh.Job, worker_id: str, notify: Callable[[], None], hold_s: float = 0.0) -> JobStream:
+        """Sends a job, whose stream id is set here. hold_s: as in JobStream."""
         position = len(job.token_ids) - job.prompt_len
-        stream = self._open(worker_id, position, job.sampling.HasField("logprobs"), notify)
+        stream = self._open(worker_id, position, job.sampling.HasField("logprobs"), notify, hold_s)
         job.stream_id = stream.stream_id
         stream.number = self._put(mesh.RunRequest(job=job))
         return stream
 
     def attach(
-        self, attach: mesh.AttachJob, worker_id: str, wants_details: bool, notify: Callable[[], None]
+        self, attach: mesh.AttachJob, worker_id: str, wants_details: bool, notify: Callable[[], None], hold_s: float
     ) -> JobStream:
-        """Subscribes to a job that already runs. The stream id of the message is set here."""
-        stream = self._open(worker_id, attach.position, wants_details, notify)
+        """Subscribes to a job that already runs. The stream id of the message is set here. hold_s: as in JobStream."""
+        stream = self._open(worker_id, attach.position, wants_details, notify, hold_s)
         attach.stream_id = stream.stream_id
         stream.number = self._put(mesh.RunRequest(attach=attach))
         return stream
@@ -246,8 +293,10 @@ class WorkerLink:
         self._session.cancel()
         await asyncio.gather(self._session, return_exceptions=True)
 
-    def _open(self, worker_id: str, position: int, wants_details: bool, notify: Callable[[], None]) -> JobStream:
-        stream = JobStream(self, next(self._stream_ids), worker_id, position, wants_details, notify)
+    def _open(
+        self, worker_id: str, position: int, wants_details: bool, notify: Callable[[], None], hold_s: float
+    ) -> JobStream:
+        stream = JobStream(self, next(self._stream_ids), worker_id, position, wants_details, notify, hold_s)
         self._streams[stream.stream_id] = stream
         return stream
 

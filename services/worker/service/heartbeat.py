@@ -27,9 +27,11 @@ class JobCounts(Protocol):
 class Progress:
     """Reads the progress of the engine and of its thread."""
 
-    def __init__(self, stats: Callable[[], Stats], jobs: JobCounts) -> None:
+    def __init__(self, stats: Callable[[], Stats], jobs: JobCounts, guesses: bool = False) -> None:
+        """guesses: steps may have guesses."""
         self._stats = stats
         self._jobs = jobs
+        self._guesses = guesses
         self._clock_id: int | None = None
 
     def watch(self, thread: Thread) -> None:
@@ -65,4 +67,5 @@ class Progress:
             received=received,
             draining=self._jobs.draining,
             reads_more=True,
+            guesses=self._guesses,
         )

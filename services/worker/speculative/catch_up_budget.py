@@ -6,7 +6,7 @@ Pure; knows no clock and no sequences.
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
 _FIRST_S = 0.25
-"""Seconds in advance, so that guesses are tried at once: enough for sixteen answers."""
+"""Seconds in advance for each size of batch, so that guesses are tried at once: enough for sixteen answers."""
 _FIRST_TOKEN_S = 2e-5
 """Seconds to catch up one token, before any was measured."""
 _WEIGHT = 0.5
@@ -15,36 +15,39 @@ _DEAREST = 4.0
 
 
 class CatchUpBudget:
-    """Seconds earned by steps without guesses and spent on catching up."""
+    """Seconds earned by steps without guesses and spent on catching up. Rows: answers of the step in question."""
 
     def __init__(self) -> None:
         self._earned_s = 0.0
-        self._advance_s = _FIRST_S
+        self._advances_s: dict[int, float] = {}
+        """What is left in advance, by the size of the batch: whether guesses pay is another question in each."""
         self._token_s = _FIRST_TOKEN_S
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, rows: int) -> float:
         """Seconds that may be spent now."""
-        return self._earned_s + self._advance_s
+        return self._earned_s + self._advance_s(rows)
 
-    def allows(self, tokens: int) -> bool:
+    def allows(self, tokens: int, rows: int) -> bool:
         """Whether there is time to catch up this number of tokens."""
-        return tokens * self._token_s <= self.seconds
+        return tokens * self._token_s <= self.seconds(rows)
 
     def earn(self, seconds: float) -> None:
         """A step without guesses took this time."""
         self._earned_s += _SHARE * seconds
 
-    def looked(self) -> None:
+    def looked(self, rows: int) -> None:
         """Guesses were looked at again although they did not pay: later looks are paid from what is earned alone."""
-        self._advance_s = 0.0
+        self._advances_s[rows.bit_length()] = 0.0
 
-    def spend(self, tokens: int, seconds: float, pays: bool = False) -> None:
+    def spend(self, tokens: int, seconds: float, rows: int, pays: bool = False) -> None:
         """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
         look, because guesses pay, and costs nothing of the budget."""
         price_s = min(seconds / max(tokens, 1), _DEAREST * self._token_s)
         if not pays:
-            advanced = min(price_s * tokens, self._advance_s)
-            self._advance_s -= advanced
+            advanced = min(price_s * tokens, self._advance_s(rows))
+            self._advances_s[rows.bit_length()] = self._advance_s(rows) - advanced
             self._earned_s -= price_s * tokens - advanced
         self._token_s += _WEIGHT * (price_s - self._token_s)
+
+    def _advance_s(self, rows: int) -> float:
+        return self._advances_s.get(rows.bit_length(), _FIRST_S)

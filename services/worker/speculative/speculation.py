@@ -170,12 +170,12 @@ class Speculation:
             plain_s = self._chooser.plain_s(len(depths))
             if plain_s is not None:
                 longer_s = max(seconds - plain_s, 0.0)
-                self._budget.spend(self._caught_up, longer_s, self._chooser.pays(len(depths)))
+                self._budget.spend(self._caught_up, longer_s, len(depths), self._chooser.pays(len(depths)))
             return
         if not max(depths):
             self._budget.earn(seconds)
         elif not self._chooser.pays(len(depths)):
-            self._budget.looked()
+            self._budget.looked(len(depths))
         if overlapped or max(depths) or not self._overlaps:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
@@ -205,7 +205,7 @@ class Speculation:
             return rest
         missing = [self._draft_model.missing(sequence) for sequence in asking]
         behind = sum(tokens for tokens in missing if tokens > _STEADY_TOKENS)
-        return 0 if self._budget.allows(behind) else _PLAIN_STEPS
+        return 0 if self._budget.allows(behind, rows) else _PLAIN_STEPS
 
     def _draft(self, sequence: Sequence, room: int, in_form: InForm) -> Many[int]:
         job = sequence.job

@@ -1,0 +1,179 @@
+"""Times between tokens as clients of a mesh receive them, with guesses and without, on one GPU.
+
+    python -m bench.speculation.mesh [--model random:llama-3.1-8b] [--draft random:pard-llama-3.2-1b]
+        [--draft-quantize int4] [--rows 1 4 16 64 256] [--tokens 15000] [--acceptance 0.7 0.5 0.9] [--together 0.7]
+        [--out FOLDER]
+
+For each number of answers: tokens/s, and the time from one message of an answer to the next at its median and its 99th
+percentile. All answers go on for ever; what is timed begins when the depth has settled. A mesh of its own for each
+acceptance, which is forced (`bench.speculation.forced_worker`), and one without speculation; they run one after another
+on one machine. `--together`: acceptances at which the gateways do not hold tokens back (WEFT_GATEWAY_HOLD_S=0), so that
+those of a step come together. An acceptance of 1: guesses count as right where they are.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from grpc import aio
+
+from bench.mesh import processes
+from bench.speculation import forced_worker
+from bench.speculation.cells import CONTEXT, MOST_TOKENS, random_prompts
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as stubs
+from report import machine
+from services import process
+
+SETTLE_S, TIMED_S = 2.5, 3.0
+BEGIN_S = 1.5
+"""Time in which all prompts are computed, for each 64 of them."""
+MOST_STREAMS = 32
+"""Answers that one client process reads."""
+GATEWAYS = 4
+COLUMNS = ("tok/s", "tokens a message", "ms p50", "ms p99")
+Cell = dict[str, float]
+Arrival = tuple[float, int]
+"""When a message arrived, on the clock of all processes, and how many tokens it brought."""
+
+
+async def _follow(address: str, prompts: list[list[int]], tokens: int, end: float) -> list[list[Arrival]]:
+    """The messages of these answers until `end`."""
+
+    async def one(stub: "stubs.InferenceAsyncStub", prompt: list[int]) -> list[Arrival]:
+        arrivals: list[Arrival] = []
+        sampling = api.Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        request = api.GenerateRequest(sampling=sampling, cache=api.CACHE_POLICY_BYPASS)
+        request.prompt.token_ids.ids.extend(prompt)
+        call = stub.Generate(request)
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                async for response in call:
+                    if response.delta.token_ids:
+                        arrivals.append((time.monotonic(), len(response.delta.token_ids)))
+        except TimeoutError:
+            call.cancel()
+            return arrivals
+        raise RuntimeError("an answer ended before it was measured")
+
+    async with aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub: stubs.InferenceAsyncStub = stubs.InferenceStub(channel)
+        return await asyncio.gather(*(one(stub, prompt) for prompt in prompts))
+
+
+def follow(address: str, prompts: list[list[int]], tokens: int, end: float) -> list[list[Arrival]]:
+    """The messages of these answers until `end`; tokens: the length of an answer, which must not be reached."""
+    return asyncio.run(_follow(address, prompts, tokens, end))
+
+
+def measure(addresses: list[str], count: int, tokens: int, pool: ProcessPoolExecutor) -> Cell:
+    """Figures of this many answers at a time, of at most so many tokens."""
+    prompts = random_prompts(count, CONTEXT)
+    begin = time.monotonic() + BEGIN_S * max(count / 64, 1.0) + SETTLE_S
+    end = begin + TIMED_S
+    parts = [prompts[first : first + MOST_STREAMS] for first in range(0, count, MOST_STREAMS)]
+    reading = [
+        pool.submit(follow, address, part, tokens, end + 0.2)
+        for address, part in zip(itertools.cycle(addresses), parts, strict=False)
+    ]
+    return figures([each for part in reading for each in part.result()], begin, end)
+
+
+def figures(answers: list[list[Arrival]], begin: float, end: float) -> Cell:
+    """`COLUMNS` of the messages between two times. Raises RuntimeError where an answer has none."""
+    gaps, tokens, messages = list[float](), 0, 0
+    for arrivals in answers:
+        timed = [each for each in arrivals if begin <= each[0] <= end]
+        if len(timed) < 2:
+            raise RuntimeError("an answer made no progress")
+        gaps += [(after[0] - before[0]) * 1e3 for before, after in pairwise(timed)]
+        tokens += sum(count for _, count in timed)
+        messages += len(timed)
+    values = tokens / (end - begin), tokens / messages, statistics.median(gaps), sorted(gaps)[int(len(gaps) * 0.99)]
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+async def of_mesh(
+    asked: argparse.Namespace, acceptance: float | None, together: bool, name: str, found: dict[str, Cell]
+) -> None:
+    """Measure all rows with a mesh of its own."""
+    settings = {
+        "WEFT_PREFIX_FETCH": "false", "WEFT_DTYPE": asked.dtype, "MAX_BATCH_SIZE": str(max(asked.rows)),
+        "MAX_SEQ_LENGTH": str(CONTEXT + asked.tokens),
+    }  # fmt: skip
+    if acceptance is not None:
+        settings |= {"WEFT_SPECULATE": f"draft:{asked.draft}", forced_worker.ACCEPTANCE: str(acceptance)}
+        if asked.draft_quantize:
+            settings["WEFT_DRAFT_QUANTIZE"] = asked.draft_quantize
+    if together:
+        settings["WEFT_GATEWAY_HOLD_S"] = "0"
+    worker = forced_worker.__name__
+    async with processes.up(settings, gateways=GATEWAYS, model=asked.model, start_s=400, worker=worker) as up:
+        most = -(-max(asked.rows) // MOST_STREAMS)
+        with ProcessPoolExecutor(most, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(abs, range(most)))  # They are started.
+            for count in asked.rows:
+                cell = await asyncio.to_thread(measure, up.gateways, count, asked.tokens, pool)
+                off = found.get(f"off {count}")
+                if off is not None and acceptance is not None:
+                    cell |= {"ratio": cell["tok/s"] / off["tok/s"], "p99 ratio": cell["ms p99"] / off["ms p99"]}
+                found[f"{name} {count}"] = cell
+                print(f"{name} {count}: " + ", ".join(f"{key} {value:.4g}" for key, value in cell.items()), flush=True)
+
+
+def save(out: Path, result: dict[str, Any]) -> None:
+    """Write the cells as JSON and as a table."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "speculation-mesh.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines = ["# Speculation: times between messages, as clients of a mesh receive them", ""]
+    lines += [f"- {name}: {value}" for group in ("machine", "settings") for name, value in result[group].items()]
+    lines += ["- ms: from one message of an answer to the next", "- in brackets: the same without speculation", ""]
+    lines += ["| | tok/s | ratio | tokens a message | ms p50 | ms p99 | p99 ratio |", "|---" * 7 + "|"]
+    for name, cell in result["cells"].items():
+        off = result["cells"].get(f"off {name.rpartition(' ')[2]}", {}) if "ratio" in cell else {}
+        values = [f"{cell['tok/s']:,.0f}", _ratio(cell, "ratio"), f"{cell['tokens a message']:.2f}"]
+        values += [f"{cell[key]:.2f}" + (f" ({off[key]:.2f})" if off else "") for key in ("ms p50", "ms p99")]
+        lines.append(f"| {name} | " + " | ".join([*values, _ratio(cell, "p99 ratio")]) + " |")
+    (out / "speculation-mesh.md").write_text("\n".join(lines) + "\n")
+
+
+def _ratio(cell: Cell, name: str) -> str:
+    return f"{cell[name]:.3f}" if name in cell else ""
+
+
+async def main() -> int:
+    """The program. -> its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:llama-3.1-8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--draft", default="random:pard-llama-3.2-1b")
+    parser.add_argument("--draft-quantize", default="")
+    parser.add_argument("--tokens", type=int, default=MOST_TOKENS, help="of an answer: more than it has time for")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--acceptance", type=float, nargs="*", default=[0.7, 0.5, 0.9])
+    parser.add_argument("--together", type=float, nargs="*", default=[])
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    asked = parser.parse_args()
+    found: dict[str, Cell] = {}
+    await of_mesh(asked, None, False, "off", found)
+    for acceptance in asked.acceptance:
+        await of_mesh(asked, acceptance, False, f"{acceptance}", found)
+    for acceptance in asked.together:
+        await of_mesh(asked, acceptance, True, f"{acceptance}, together", found)
+    settings = {name: str(value) for name, value in vars(asked).items() if name != "out"}
+    save(asked.out, {"machine": machine.describe(), "settings": settings, "cells": found})
+    return 0
+
+
+if __name__ == "__main__":
+    process.prepare_grpc()
+    sys.exit(asyncio.run(main()))

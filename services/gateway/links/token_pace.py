@@ -1,0 +1,74 @@
+"""When tokens that a step with guesses drew together go on to their reader: one after another, at even times. Pure;
+every time is an argument.
+
+A step with guesses takes longer than a plain one, and draws one token or several. A reader who gets the tokens of a
+step together waits a whole step for the next ones. Some tokens are held here, so that a step that draws a single one
+leaves no gap either: the fewer are held, the longer the next one waits, but never as long as a step.
+"""
+
+from dataclasses import dataclass
+
+_MOST_HELD = 8
+"""Tokens that are held while enough arrive: steps draw so differently that fewer would be used up now and then."""
+_FADING = 1 / 32
+"""Weight of the last step in the means."""
+_PART = 0.25
+"""How far from the mean time of a token to that of a step the wait grows while nothing is held."""
+_LEAST_S = 0.001
+"""Shortest wait: timers of event loops have milliseconds, and readers need no more messages."""
+
+
+@dataclass(slots=True)
+class TokenPace:
+    """The pace of one answer's tokens. Times are on one clock, in seconds."""
+
+    hold_s: float
+    """Seconds for which a token is held, about; 0: tokens go on as they arrive."""
+    held: int = 0
+    """Tokens that have arrived and were not released."""
+    _at: float | None = None
+    """When the last step's tokens arrived."""
+    _due: float = 0.0
+    """When the first held token is to be released."""
+    _span_s: float = 0.0
+    """Sum of the times between steps; as in the sums of steps and tokens, earlier ones count less."""
+    _steps: float = 0.0
+    _tokens: float = 0.0
+
+    def arrived(self, now: float) -> None:
+        """A token has arrived. Tokens of the same time are of one step."""
+        if not self.held:
+            self._due = max(self._due, now)
+        self.held += 1
+        if self._at is not None and now != self._at:
+            kept = 1 - _FADING
+            self._span_s = self._span_s * kept + now - self._at
+            self._steps, self._tokens = self._steps * kept + 1, self._tokens * kept
+        if self._steps:  # Tokens that come with the first one may be of many steps.
+            self._tokens += 1
+        self._at = now
+
+    def release(self, now: float) -> tuple[int, float]:
+        """Releases tokens. Not to be called again before the wait is over. -> how many, and seconds to wait before the
+        next ones; 0: all are released, and later ones go on as they arrive."""
+        gap = self._gap_s()
+        if gap * self.held <= _LEAST_S:
+            count, wait = self.held, 0.0
+        else:  # More than one where they are closer than messages are, or when this call is late.
+            count = min(max(int((now - self._due + _LEAST_S) / gap), 1), self.held)
+            wait = max(round(count * gap, 3), _LEAST_S)
+        self.held -= count
+        self._due = now + wait
+        return count, wait
+
+    def _gap_s(self) -> float:
+        """Seconds from a token to the next one; 0 before two steps have arrived, and where no token is to be held."""
+        if not self._steps:
+            return 0.0
+        mean, step, drawn = self._span_s / self._tokens, self._span_s / self._steps, self._tokens / self._steps
+        room = min(_MOST_HELD, self.hold_s / mean) * min(2 * (drawn - 1), 1.0)
+        if room < 1:
+            return 0.0
+        if self.held > room:
+            return mean * room / self.held
+        return mean + _PART * (step - mean) * (1 - self.held / room)
