@@ -3,13 +3,17 @@
 Pure; knows no clock and no sequences.
 """
 
+from services.worker.runners.step import CATCH_UP_TOKENS
+
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
-_FIRST_S = 0.25
+_FIRST_S = 0.5
 """Seconds in advance for each size of batch, so that guesses are tried at once: enough for sixteen answers."""
 _FIRST_TOKEN_S = 2e-5
 """Seconds to catch up one token, before any was measured."""
 _WEIGHT = 0.5
+"""Of the price of a token in a step that catches up as many as one may. What a step costs that catches up only a few is
+hardly their price."""
 _DEAREST = 4.0
 """Time of a token at most, as a multiple of what was known: a kernel that is compiled in a step is not its price."""
 
@@ -47,7 +51,7 @@ class CatchUpBudget:
             advanced = min(price_s * tokens, self._advance_s(rows))
             self._advances_s[rows.bit_length()] = self._advance_s(rows) - advanced
             self._earned_s -= price_s * tokens - advanced
-        self._token_s += _WEIGHT * (price_s - self._token_s)
+        self._token_s += _WEIGHT * min(tokens / CATCH_UP_TOKENS, 1.0) * (price_s - self._token_s)
 
     def _advance_s(self, rows: int) -> float:
         return self._advances_s.get(rows.bit_length(), _FIRST_S)
