@@ -22,7 +22,7 @@ from services.worker.build.kernel_cache import Compilation, Marker, compiling
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
 from services.worker.runners.cuda.drafts.draft_model import CATCH_UPS_AT_START
-from services.worker.runners.step import CATCH_UP_TOKENS
+from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.draft_heads import make_heads
 from tests.served import WIDE_EXPERTS
@@ -254,7 +254,7 @@ def test_the_kernels_of_a_rounded_draft_are_found(launches: dict[str, list[list[
 def test_what_a_draft_catches_up_at_the_start_needs_every_kernel_of_later_products(shape: tuple[int, int]) -> None:
     """On a Hopper GPU. One that is compiled later stops the engine for seconds."""
     started = {packed_prefill.shape_for(tokens, *shape) for tokens in CATCH_UPS_AT_START if tokens > FEW_TOKENS}
-    later = {packed_prefill.shape_for(tokens, *shape) for tokens in range(FEW_TOKENS + 1, CATCH_UP_TOKENS + 1)}
+    later = {packed_prefill.shape_for(tokens, *shape) for tokens in range(FEW_TOKENS + 1, DEVICE_CATCH_UP_TOKENS + 1)}
     assert later <= started
 
 

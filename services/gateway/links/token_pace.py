@@ -8,9 +8,9 @@ leaves no gap either: the fewer are held, the longer the next one waits, but nev
 
 from dataclasses import dataclass
 
-_MOST_HELD = 8
+_MOST_HELD = 10
 """Tokens that are held while enough arrive: steps draw so differently that fewer would be used up now and then."""
-_FADING = 1 / 32
+_FADING = 1 / 64
 """Weight of the last step in the means."""
 _PART = 0.25
 """How far from the mean time of a token to that of a step the wait grows while nothing is held."""

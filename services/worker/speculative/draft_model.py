@@ -34,19 +34,23 @@ class _Progress:
 class DraftProgress:
     """The progress of the draft model in all sequences."""
 
-    def __init__(self, block_size: int, longest: int, redo_guesses: bool = False) -> None:
-        """longest: tokens of the draft model's context. redo_guesses: right guesses are computed once more: of draft
+    def __init__(
+        self, block_size: int, longest: int, redo_guesses: bool = False, most_caught_up: int = CATCH_UP_TOKENS
+    ) -> None:
+        """longest: tokens of the draft model's context. most_caught_up: tokens that it computes in a step before its
+        guesses, at most. redo_guesses: right guesses are computed once more: of draft
         heads because the hidden states before them are known by then, of a parallel draft model because it guesses
         them without having computed them."""
         self._block_size, self._longest, self._redo_guesses = block_size, longest, redo_guesses
+        self._most_caught_up = most_caught_up
         self._by_key: dict[int, _Progress] = {}
         self._blocks: set[int] = set()
         """Blocks that hold the draft model's keys and values as well."""
-        self._budget = CATCH_UP_TOKENS
+        self._budget = most_caught_up
 
     def begin_step(self) -> None:
         """A step is planned."""
-        self._budget = CATCH_UP_TOKENS
+        self._budget = self._most_caught_up
 
     def new_blocks(self, sequence: Sequence) -> None:
         """The sequence got blocks that the device was not sent: those beyond its found ones hold nothing of it."""

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from services.worker.runners.cuda.ops import TritonOps
     from services.worker.runners.cuda.runner import GpuRunner
 
-DRAFT_WORKSPACE = 256 << 20
-"""Bytes of the steps of a draft model or heads on a GPU: at most 640 tokens, and 320 lines of logits."""
+DRAFT_WORKSPACE = 512 << 20
+"""Bytes of the steps of a draft model or heads on a GPU: 640 tokens and 320 lines of logits in graphs, and 2,048 tokens
+that are caught up."""
 
 
 def draft_context(draft: WeightSource, max_length: int) -> int:

@@ -28,11 +28,11 @@ from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.step_words import Sizes, StepRows, empty_step, put
 from services.worker.runners.cuda.upload import NO_EDITS, StepUpload
-from services.worker.runners.step import CATCH_UP_TOKENS, Rows
+from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS, Rows
 
 Pending = tuple[int, Sequence[int]]
 """The position of the first token that the draft lacks, and the tokens from there to the last known one."""
-CATCH_UPS_AT_START = range(64, CATCH_UP_TOKENS + 1, 64)
+CATCH_UPS_AT_START = range(64, DEVICE_CATCH_UP_TOKENS + 1, 64)
 """Tokens of the catch-ups that are computed at the start. Products of other numbers have the kernels of these."""
 _Pass = tuple[int, int]
 """Rows of a pass, and the most tokens of a row: 1 in later passes."""
