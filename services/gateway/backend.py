@@ -7,7 +7,7 @@ from services.gateway.links.catalog import Catalog
 from services.gateway.links.mesh_view import MeshView
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
-from services.gateway.links.vector_cache import VectorCache
+from services.gateway.links.vectors.cache import VectorCache
 from services.gateway.links.worker_links import WorkerLinks
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings

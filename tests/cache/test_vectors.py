@@ -12,8 +12,8 @@ from protos import cache_pb2 as cache
 from services import rpc
 from services.cache.counters import Miss
 from services.gateway.links.cache_link import CacheLink
-from services.gateway.links.recent_vectors import LIFE_S, RecentVectors
-from services.gateway.links.vector_cache import VectorCache
+from services.gateway.links.vectors.cache import VectorCache
+from services.gateway.links.vectors.recent import LIFE_S, RecentVectors
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of
 from tests.cache.slow_proxy import SlowProxy
 from tests.redis_server import RedisServer

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from protos import cache_pb2
 from services.gateway.links.cache_link import CacheLink
-from services.gateway.links.recent_vectors import RecentVectors
-from services.gateway.links.vector_look_ups import VectorLookUps
+from services.gateway.links.vectors.look_ups import VectorLookUps
+from services.gateway.links.vectors.recent import RecentVectors
 
 _MOST_STORES = 64
 """Stores in flight; further vectors are dropped."""

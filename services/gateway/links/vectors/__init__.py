@@ -1,0 +1,1 @@
+"""Vectors that were computed before: those of this process, and those in the cache."""
