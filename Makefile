@@ -115,6 +115,10 @@ bench-determinism: ## What the deterministic mode keeps and costs on this machin
 bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draft, and copying answers: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
 	@$(GPU_PYTHON) -m bench.speculation.gpu $(ARGUMENTS)
 
+.PHONY: bench-speculation-mesh
+bench-speculation-mesh: ## Times between tokens as a mesh's clients receive them, with guesses and without, on this machine's GPU: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
+	@$(GPU_PYTHON) -m bench.speculation.mesh $(ARGUMENTS)
+
 bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU: ARGUMENTS="--heads out/heads".
 	@$(BIN)/python -m bench.speculation.demo $(ARGUMENTS)
 

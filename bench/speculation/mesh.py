@@ -26,6 +26,7 @@ from typing import Any
 
 from grpc import aio
 
+from bench import figures as charts
 from bench.mesh import processes
 from bench.speculation import forced_worker
 from bench.speculation.cells import CONTEXT, MOST_TOKENS, random_prompts
@@ -144,6 +145,14 @@ def save(out: Path, result: dict[str, Any]) -> None:
         values += [f"{cell[key]:.2f}" + (f" ({off[key]:.2f})" if off else "") for key in ("ms p50", "ms p99")]
         lines.append(f"| {name} | " + " | ".join([*values, _ratio(cell, "p99 ratio")]) + " |")
     (out / "speculation-mesh.md").write_text("\n".join(lines) + "\n")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, cell in result["cells"].items():
+        kind, _, count = name.rpartition(" ")
+        if "p99 ratio" in cell:
+            points.setdefault(f"acceptance {kind}", []).append((float(count), cell["p99 ratio"]))
+    if points:
+        title = f"Time between messages at p99, {result['settings']['model'].removeprefix('random:')}"
+        charts.write(out / "speculation-mesh.svg", title, points, "over that without guesses")
 
 
 def _ratio(cell: Cell, name: str) -> str:
