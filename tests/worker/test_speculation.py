@@ -515,6 +515,24 @@ def test_only_the_first_look_at_a_size_of_batch_is_paid_in_advance() -> None:
     assert budget.allows(1024, 5)
 
 
+def test_guesses_that_were_tried_in_vain_are_tried_again_from_earnings_alone() -> None:
+    speculation = Speculation(draft_model.DraftProgress(4, 512), overlaps=True)
+    planner = Planner(BlockPool(8), 4, slots=1, step_tokens=6, prefix_cache=True)
+    planner.add(Planned(job(1, prompt_of(3), max_tokens=20), 1, 4, 64, b""))
+    sequence = planner.plan().rows[0].sequence
+    times = speculation._chooser._times(1)
+    speculation._chooser.observe_step(1, 0, 0.01)
+    assert not speculation._chooser.tried(1)
+    assert speculation.guess([(sequence, 4)], 1)[0]
+    assert speculation._budget.seconds(1) > 0
+    for depth in range(1, 9):
+        speculation._chooser.observe_step(1, depth, 9.0)
+        times.trials[depth] = 3
+    assert speculation.guess([(sequence, 4)], 1) == [[]]
+    assert speculation._budget.seconds(1) == 0
+    assert speculation._budget.seconds(2) > 0
+
+
 def test_steps_that_catch_up_a_few_tokens_do_not_make_many_dear() -> None:
     """Each step that catches up takes 5 ms longer, however few tokens: a look at 16 answers of 512 is 0.08 s."""
     budget = CatchUpBudget()

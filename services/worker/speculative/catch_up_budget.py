@@ -40,7 +40,7 @@ class CatchUpBudget:
         self._earned_s += _SHARE * seconds
 
     def looked(self, rows: int) -> None:
-        """Guesses were looked at again although they did not pay: later looks are paid from what is earned alone."""
+        """Guesses were tried and do not pay: later looks are paid from what is earned alone."""
         self._advances_s[rows.bit_length()] = 0.0
 
     def spend(self, tokens: int, seconds: float, rows: int, pays: bool = False) -> None:

@@ -139,6 +139,10 @@ class DepthChooser:
         """Whether guesses paid at this number of rows when a depth was last chosen for it."""
         return self._times(rows).pays
 
+    def tried(self, rows: int) -> bool:
+        """Whether steps with guesses were measured at this number of rows."""
+        return any(self._times(rows).seconds)
+
     def plain_s(self, rows: int) -> float | None:
         """Seconds of a step of this number of rows without guesses; None before any was measured."""
         return self._times(rows).seconds.get(0)

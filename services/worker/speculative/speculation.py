@@ -126,6 +126,8 @@ class Speculation:
         chosen = self._chooser.choose(rows, rates, [len(draft) for draft in drafts])
         if not any(chosen) and any(drafts):
             self._plain_steps = _PLAIN_STEPS
+            if self._chooser.tried(rows):
+                self._budget.looked(rows)
         return [draft[:count] for draft, count in zip(drafts, chosen, strict=True)]
 
     def new_blocks(self, sequence: Sequence) -> None:
@@ -174,8 +176,6 @@ class Speculation:
             return
         if not max(depths):
             self._budget.earn(seconds)
-        elif not self._chooser.pays(len(depths)):
-            self._budget.looked(len(depths))
         if overlapped or max(depths) or not self._overlaps:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
