@@ -1,6 +1,8 @@
 """The link to a worker, over a real socket: nothing of it is left when it has ended."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -13,8 +15,13 @@ from services.gateway.links.worker_links import WorkerLinks
 from tests.gateway.fakes import FakeWorker, until
 
 
+def worker_of(tokens: Sequence[int] = ()) -> FakeWorker:
+    """A worker that gives this answer to every job."""
+    return FakeWorker("a worker", lambda job: tokens)  # type: ignore[abstract]
+
+
 async def test_a_link_that_breaks_leaves_no_task_behind() -> None:
-    worker = FakeWorker("a worker", lambda job: [])  # type: ignore[abstract]
+    worker = worker_of()
     server = await rpc.serve("127.0.0.1:0", [rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)])
     link = WorkerLink(f"127.0.0.1:{server.port}", "a gateway")
     await until(lambda: len(worker.links) == 1)
@@ -24,45 +31,50 @@ async def test_a_link_that_breaks_leaves_no_task_behind() -> None:
     await until(lambda: readers() == 0)
 
 
-@pytest.mark.parametrize("reads_more", [True, False])
-async def test_jobs_are_sent_together_to_a_worker_that_reads_them(reads_more: bool) -> None:
-    worker = FakeWorker("a worker", lambda job: [])  # type: ignore[abstract]
+@contextlib.asynccontextmanager
+async def linked(worker: FakeWorker, heartbeat: mesh.WorkerHeartbeat) -> AsyncIterator[WorkerLink]:
+    """A link to this worker, which has sent this heartbeat."""
     server = await rpc.serve("127.0.0.1:0", [rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)])
     link = WorkerLink(f"127.0.0.1:{server.port}", "a gateway")
     await until(lambda: len(worker.links) == 1)
     (unsent,) = worker.links
-    unsent.put(mesh.RunResponse(heartbeat=mesh.WorkerHeartbeat(received=0, reads_more=reads_more)))
+    unsent.put(mesh.RunResponse(heartbeat=heartbeat))
     await until(lambda: link.health.last is not None)
-    for number in range(9):
-        link.run(mesh.Job(job_id=str(number)), "a worker", lambda: None)
-    await until(lambda: len(worker.jobs) == 9)
+    yield link
+    await link.close()
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("reads_more", [True, False])
+async def test_jobs_are_sent_together_to_a_worker_that_reads_them(reads_more: bool) -> None:
+    worker = worker_of()
+    async with linked(worker, mesh.WorkerHeartbeat(received=0, reads_more=reads_more)) as link:
+        for number in range(9):
+            link.run(mesh.Job(job_id=str(number)), "a worker", lambda: None)
+        await until(lambda: len(worker.jobs) == 9)
     assert [job.job_id for job in worker.jobs] == [str(number) for number in range(9)]
     assert sum(worker.together) == 10, "the hello and nine jobs"
     assert (len(worker.together) < 10) == reads_more
-    await link.close()
-    await server.stop(0)
 
 
 @pytest.mark.parametrize("hold_s", [0.0, 0.05])
 @pytest.mark.parametrize("guesses", [False, True])
 async def test_tokens_of_steps_with_guesses_are_taken_one_by_one(guesses: bool, hold_s: float) -> None:
-    worker = FakeWorker("a worker", lambda job: list(range(90)))  # type: ignore[abstract]
+    worker, taken, times = worker_of(range(90)), list[list[int]](), list[float]()
     worker.tokens_per_step, worker.step_s = 3, 0.006
-    server = await rpc.serve("127.0.0.1:0", [rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)])
-    link = WorkerLink(f"127.0.0.1:{server.port}", "a gateway")
-    await until(lambda: len(worker.links) == 1)
-    (unsent,) = worker.links
-    unsent.put(mesh.RunResponse(heartbeat=mesh.WorkerHeartbeat(guesses=guesses)))
-    await until(lambda: link.health.last is not None)
-    taken = list[list[int]]()
-    job = mesh.Job(job_id="a job", token_ids=[1], prompt_len=1, sampling=api.Sampling(max_tokens=90))
-    stream = link.run(job, "a worker", lambda: taken.append(stream.take()[0]), hold_s)
-    await until(stream.closed.done)
-    await until(lambda: sum(map(len, taken)) == 90)
+
+    def take() -> None:
+        taken.append(stream.take()[0])
+        times.append(stream.taken_at)
+
+    async with linked(worker, mesh.WorkerHeartbeat(guesses=guesses)) as link:
+        job = mesh.Job(job_id="a job", token_ids=[1], prompt_len=1, sampling=api.Sampling(max_tokens=90))
+        stream = link.run(job, "a worker", take, hold_s)
+        await until(stream.closed.done)
+        await until(lambda: sum(map(len, taken)) == 90)
     assert [token for tokens in taken for token in tokens] == list(range(90))
     assert any(len(tokens) % 3 for tokens in taken) == bool(guesses and hold_s)
-    await link.close()
-    await server.stop(0)
+    assert times == sorted(times)
 
 
 def readers() -> int:
@@ -71,7 +83,7 @@ def readers() -> int:
 
 
 async def test_a_worker_whose_link_broke_is_out_of_reach_until_a_new_link_is_connected() -> None:
-    worker = FakeWorker("a worker", lambda job: [])  # type: ignore[abstract]
+    worker = worker_of()
     service = rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)
     server = await rpc.serve("127.0.0.1:0", [service])
     address, reports = f"127.0.0.1:{server.port}", list[frozenset[str]]()

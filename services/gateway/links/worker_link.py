@@ -126,7 +126,7 @@ class JobStream:
             return self._take_some(self._pace)
         taken = self.tokens, self.details
         self.tokens, self.details = [], []
-        self.taken_at = self.last_at
+        self.taken_at = max(self.taken_at, self.last_at)
         self._notified = False
         return taken
 
