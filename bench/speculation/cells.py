@@ -80,9 +80,10 @@ def paces(arrivals: Iterable[Sequence[float]]) -> Cell:
             outputs.append(now - before)
             shared += [(now - before) / counts[now]] * counts[now]
         windows += [(after - before) / WINDOW for before, after in zip(times, times[WINDOW:], strict=False)]
-    values = statistics.median(outputs or [0.0]), _p99(outputs), _p99(shared), _p99(windows)
+    values = statistics.median(outputs or [0.0]), p99(outputs), p99(shared), p99(windows)
     return {name: value * 1e3 for name, value in zip(PACES, values, strict=True)}
 
 
-def _p99(values: Sequence[float]) -> float:
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile; 0 of no values."""
     return sorted(values)[int(len(values) * 0.99)] if values else 0.0

@@ -5,10 +5,11 @@
         [--out FOLDER]
 
 For each number of answers: tokens/s, and the time from one message of an answer to the next at its median and its 99th
-percentile. All answers go on for ever; what is timed begins when the depth has settled. A mesh of its own for each
-acceptance, which is forced (`bench.speculation.forced_worker`), and one without speculation; they run one after another
-on one machine. `--together`: acceptances at which the gateways do not hold tokens back (WEFT_GATEWAY_HOLD_S=0), so that
-those of a step come together. An acceptance of 1: guesses count as right where they are.
+percentile. No answer ends while it is measured, and measuring begins when the worker has settled on a depth. Each
+acceptance has a mesh of its own, whose worker forces it (`bench.speculation.forced_worker`); a mesh without speculation
+runs first. The meshes run one after another on one machine. `--together`: acceptances at which the gateways hold no
+tokens back (WEFT_GATEWAY_HOLD_S=0), so that those of a step come together. At an acceptance of 1 guesses are as right
+as they are.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from grpc import aio
 from bench import figures as charts
 from bench.mesh import processes
 from bench.speculation import forced_worker
-from bench.speculation.cells import CONTEXT, MOST_TOKENS, random_prompts
+from bench.speculation.cells import CONTEXT, MOST_TOKENS, p99, random_prompts
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 from report import machine
@@ -37,14 +38,14 @@ from services import process
 
 SETTLE_S, TIMED_S = 2.5, 3.0
 BEGIN_S = 1.5
-"""Time in which all prompts are computed, for each 64 of them."""
+"""Seconds for the prompts of 64 answers to be computed."""
 MOST_STREAMS = 32
 """Answers that one client process reads."""
 GATEWAYS = 4
 COLUMNS = ("tok/s", "tokens a message", "ms p50", "ms p99")
 Cell = dict[str, float]
 Arrival = tuple[float, int]
-"""When a message arrived, on the clock of all processes, and how many tokens it brought."""
+"""When a message arrived, on the monotonic clock that all processes share, and the number of its tokens."""
 
 
 async def _follow(address: str, prompts: list[list[int]], tokens: int, end: float) -> list[list[Arrival]]:
@@ -77,7 +78,7 @@ def follow(address: str, prompts: list[list[int]], tokens: int, end: float) -> l
 
 
 def measure(addresses: list[str], count: int, tokens: int, pool: ProcessPoolExecutor) -> Cell:
-    """Figures of this many answers at a time, of at most so many tokens."""
+    """`COLUMNS` of `count` answers at a time. An answer has at most `tokens` tokens."""
     prompts = random_prompts(count, CONTEXT)
     begin = time.monotonic() + BEGIN_S * max(count / 64, 1.0) + SETTLE_S
     end = begin + TIMED_S
@@ -99,14 +100,15 @@ def figures(answers: list[list[Arrival]], begin: float, end: float) -> Cell:
         gaps += [(after[0] - before[0]) * 1e3 for before, after in pairwise(timed)]
         tokens += sum(count for _, count in timed)
         messages += len(timed)
-    values = tokens / (end - begin), tokens / messages, statistics.median(gaps), sorted(gaps)[int(len(gaps) * 0.99)]
+    values = tokens / (end - begin), tokens / messages, statistics.median(gaps), p99(gaps)
     return dict(zip(COLUMNS, values, strict=True))
 
 
 async def of_mesh(
     asked: argparse.Namespace, acceptance: float | None, together: bool, name: str, found: dict[str, Cell]
 ) -> None:
-    """Measure all rows with a mesh of its own."""
+    """Start a mesh for this acceptance (None: without speculation), measure all rows with it, and add them to `found`
+    under this name. together: its gateways hold no tokens back."""
     settings = {
         "WEFT_PREFIX_FETCH": "false", "WEFT_DTYPE": asked.dtype, "MAX_BATCH_SIZE": str(max(asked.rows)),
         "MAX_SEQ_LENGTH": str(CONTEXT + asked.tokens),
@@ -121,7 +123,7 @@ async def of_mesh(
     async with processes.up(settings, gateways=GATEWAYS, model=asked.model, start_s=400, worker=worker) as up:
         most = -(-max(asked.rows) // MOST_STREAMS)
         with ProcessPoolExecutor(most, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(abs, range(most)))  # They are started.
+            list(pool.map(abs, range(most)))  # All processes are started before anything is measured.
             for count in asked.rows:
                 cell = await asyncio.to_thread(measure, up.gateways, count, asked.tokens, pool)
                 off = found.get(f"off {count}")

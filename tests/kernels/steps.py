@@ -253,8 +253,8 @@ def _three_prompts(prompts: Sequence[Sequence[int]]) -> Words:
 
 
 def _own_guesses(counts: Sequence[int], sequences: Sequence[Sequence[int]], computed: Sequence[int]) -> Words:
-    """A step in which each slot has this number of own guesses. The draft, which has computed so many tokens of each
-    sequence, computes those of slots with guesses, or where none has any, of all."""
+    """A step in which slot i has `counts[i]` guesses of the draft model. The draft model has computed `computed[i]`
+    tokens of the sequence; it computes the rest for the slots with guesses, or for all slots where none has any."""
     edits: list[_EditOf] = [
         (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
         for slot, count in enumerate(counts)

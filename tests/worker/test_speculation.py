@@ -15,6 +15,7 @@ import torch
 from bench.speculation import equality
 from kernels.quantized_cpu import Int8Product
 from services.worker.build.drafting.draft import draft_head
+from services.worker.build.drafting.speculate import make_speculation
 from services.worker.build.weights import open_source
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
@@ -531,6 +532,18 @@ def test_guesses_that_were_tried_in_vain_are_tried_again_from_earnings_alone() -
     assert speculation.guess([(sequence, 4)], 1) == [[]]
     assert speculation._budget.seconds(1) == 0
     assert speculation._budget.seconds(2) > 0
+
+
+@pytest.mark.parametrize(("overlaps", "step_tokens", "most"), [(True, 8192, 2048), (True, 64, 64), (False, 8192, 512)])
+def test_a_device_catches_up_more_tokens_in_a_step(overlaps: bool, step_tokens: int, most: int) -> None:
+    options = EngineOptions(speculate="draft:any", step_tokens=step_tokens)
+    speculation = make_speculation(options, 4096, overlaps)
+    assert speculation is not None
+    planner = Planner(BlockPool(1024), 4, slots=1, step_tokens=4096, prefix_cache=True)
+    planner.add(Planned(job(1, prompt_of(3000), max_tokens=20), 1, 4, 4096, b""))
+    sequence = planner.plan().rows[0].sequence
+    assert not any(speculation.guess([(sequence, 4)], 1))
+    assert [(each.first, each.end) for each in speculation.catch_ups([])] == [(0, most)]
 
 
 def test_steps_that_catch_up_a_few_tokens_do_not_make_many_dear() -> None:

@@ -29,7 +29,7 @@ LAST_TOKEN, OWN_GUESS = -1, -2
 MOST_GUESSES = 8
 """Guesses of a row at most."""
 CATCH_UP_TOKENS = 512
-"""Tokens that a draft model computes in a step before its guesses at most, of all sequences together."""
+"""Most tokens that a draft model computes in a step before its guesses, of all sequences together."""
 DEVICE_CATCH_UP_TOKENS = 2048
 """The same on a device: there such a step takes about as long for few tokens as for many."""
 HEADER_WORDS = EDIT_WORDS = ROW_WORDS = 3

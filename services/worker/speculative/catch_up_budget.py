@@ -4,6 +4,7 @@ Pure; knows no clock and no sequences.
 """
 
 from services.worker.runners.step import CATCH_UP_TOKENS
+from services.worker.speculative.depth import size_of_batch
 
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
@@ -12,8 +13,8 @@ _FIRST_S = 0.5
 _FIRST_TOKEN_S = 2e-5
 """Seconds to catch up one token, before any was measured."""
 _WEIGHT = 0.5
-"""Of the price of a token in a step that catches up as many as one may. What a step costs that catches up only a few is
-hardly their price."""
+"""Weight of a measured price of a token, if the step caught up CATCH_UP_TOKENS; a step with fewer weighs less, because
+most of its time would be spent for a single token, too."""
 _DEAREST = 4.0
 """Time of a token at most, as a multiple of what was known: a kernel that is compiled in a step is not its price."""
 
@@ -24,7 +25,7 @@ class CatchUpBudget:
     def __init__(self) -> None:
         self._earned_s = 0.0
         self._advances_s: dict[int, float] = {}
-        """What is left in advance, by the size of the batch: whether guesses pay is another question in each."""
+        """What is left in advance, by `size_of_batch`: guesses may pay in one and not in another."""
         self._token_s = _FIRST_TOKEN_S
 
     def seconds(self, rows: int) -> float:
@@ -41,7 +42,7 @@ class CatchUpBudget:
 
     def looked(self, rows: int) -> None:
         """Guesses were tried and do not pay: later looks are paid from what is earned alone."""
-        self._advances_s[rows.bit_length()] = 0.0
+        self._advances_s[size_of_batch(rows)] = 0.0
 
     def spend(self, tokens: int, seconds: float, rows: int, pays: bool = False) -> None:
         """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
@@ -49,9 +50,9 @@ class CatchUpBudget:
         price_s = min(seconds / max(tokens, 1), _DEAREST * self._token_s)
         if not pays:
             advanced = min(price_s * tokens, self._advance_s(rows))
-            self._advances_s[rows.bit_length()] = self._advance_s(rows) - advanced
+            self._advances_s[size_of_batch(rows)] = self._advance_s(rows) - advanced
             self._earned_s -= price_s * tokens - advanced
         self._token_s += _WEIGHT * min(tokens / CATCH_UP_TOKENS, 1.0) * (price_s - self._token_s)
 
     def _advance_s(self, rows: int) -> float:
-        return self._advances_s.get(rows.bit_length(), _FIRST_S)
+        return self._advances_s.get(size_of_batch(rows), _FIRST_S)

@@ -82,7 +82,7 @@ class DepthChooser:
         self.mean_rate = _FIRST_RATE
         self._hits, self._tries = [0.0] * most, [0.0] * most
         """By place, right guesses and all that were checked; the earlier ones count less."""
-        self._by_rows: dict[int, _Times] = {}
+        self._by_size: dict[int, _Times] = {}
 
     def observe_step(self, rows: int, depth: int, seconds: float) -> None:
         """Record a step without prompts: its rows, its longest guess and its time."""
@@ -212,7 +212,12 @@ class DepthChooser:
         return chosen
 
     def _times(self, rows: int) -> _Times:
-        return self._by_rows.setdefault(rows.bit_length(), _Times())
+        return self._by_size.setdefault(size_of_batch(rows), _Times())
+
+
+def size_of_batch(rows: int) -> int:
+    """The size of a batch of this many rows: 1, 2 to 3, 4 to 7, ... rows are alike in what guesses cost and gain."""
+    return rows.bit_length()
 
 
 def expected_tokens(

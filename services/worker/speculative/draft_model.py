@@ -37,10 +37,9 @@ class DraftProgress:
     def __init__(
         self, block_size: int, longest: int, redo_guesses: bool = False, most_caught_up: int = CATCH_UP_TOKENS
     ) -> None:
-        """longest: tokens of the draft model's context. most_caught_up: tokens that it computes in a step before its
-        guesses, at most. redo_guesses: right guesses are computed once more: of draft
+        """longest: tokens of the draft model's context. redo_guesses: right guesses are computed once more: of draft
         heads because the hidden states before them are known by then, of a parallel draft model because it guesses
-        them without having computed them."""
+        them without having computed them. most_caught_up: most tokens that it computes in a step before its guesses."""
         self._block_size, self._longest, self._redo_guesses = block_size, longest, redo_guesses
         self._most_caught_up = most_caught_up
         self._by_key: dict[int, _Progress] = {}
