@@ -37,6 +37,8 @@ from report import machine
 from services import process
 
 SETTLE_S, TIMED_S = 2.5, 3.0
+FEW, FEW_TIMED_S = 4, 6.0
+"""Few answers send few messages, so that a 99th percentile of them takes longer."""
 BEGIN_S = 1.5
 """Seconds for the prompts of 64 answers to be computed."""
 MOST_STREAMS = 32
@@ -81,7 +83,7 @@ def measure(addresses: list[str], count: int, tokens: int, pool: ProcessPoolExec
     """`COLUMNS` of `count` answers at a time. An answer has at most `tokens` tokens."""
     prompts = random_prompts(count, CONTEXT)
     begin = time.monotonic() + BEGIN_S * max(count / 64, 1.0) + SETTLE_S
-    end = begin + TIMED_S
+    end = begin + (FEW_TIMED_S if count <= FEW else TIMED_S)
     parts = [prompts[first : first + MOST_STREAMS] for first in range(0, count, MOST_STREAMS)]
     reading = [
         pool.submit(follow, address, part, tokens, end + 0.2)
