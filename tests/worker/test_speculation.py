@@ -516,7 +516,8 @@ def test_only_the_first_look_at_a_size_of_batch_is_paid_in_advance() -> None:
     assert budget.allows(1024, 5)
 
 
-def test_guesses_that_were_tried_in_vain_are_tried_again_from_earnings_alone() -> None:
+@pytest.mark.parametrize("enough", [False, True])
+def test_guesses_that_were_tried_in_vain_are_tried_again_from_earnings_alone(enough: bool) -> None:
     speculation = Speculation(draft_model.DraftProgress(4, 512), overlaps=True)
     planner = Planner(BlockPool(8), 4, slots=1, step_tokens=6, prefix_cache=True)
     planner.add(Planned(job(1, prompt_of(3), max_tokens=20), 1, 4, 64, b""))
@@ -529,8 +530,10 @@ def test_guesses_that_were_tried_in_vain_are_tried_again_from_earnings_alone() -
     for depth in range(1, 9):
         speculation._chooser.observe_step(1, depth, 9.0)
         times.trials[depth] = 3
+    for _ in range(56 * enough):
+        speculation._chooser.observe_step(1, 1, 9.0)
     assert speculation.guess([(sequence, 4)], 1) == [[]]
-    assert speculation._budget.seconds(1) == 0
+    assert (speculation._budget.seconds(1) == 0) == enough, "eight guesses may be wrong by chance"
     assert speculation._budget.seconds(2) > 0
 
 
@@ -553,6 +556,47 @@ def test_steps_that_catch_up_a_few_tokens_do_not_make_many_dear() -> None:
         budget.spend(512, 0.005, 4)
         budget.spend(12, 0.005, 4)
     assert budget.allows(16 * 512, 16)
+
+
+def test_a_look_after_a_short_pause_is_paid_from_what_was_earned() -> None:
+    """A step that catches up takes 12 ms longer, nearly all of it whatever its tokens: an answer that was not guessed
+    for a while is guessed again each time that steps without guesses have earned as much."""
+    budget, plain_s, missing, looks = CatchUpBudget(2048), 0.0, 0, 0
+    budget.looked(1)
+    while plain_s < 20:
+        budget.earn(0.004)
+        plain_s, missing = plain_s + 0.004, missing + 1
+        if missing % 32 == 0 and budget.allows(missing, 1):
+            budget.spend(missing, 0.012 + missing * 3e-6, 1)
+            missing, looks = 0, looks + 1
+    assert 8 <= looks <= 20, "20 s pay for 16 of them"
+
+
+def test_guesses_that_were_wrong_by_chance_are_soon_tried_again() -> None:
+    chooser, chance, acceptance, guessed = DepthChooser(8), random.Random(1), Acceptance(), list[bool]()
+    for step in range(8 * PROBE_STEPS):
+        (depth,) = chooser.choose(1, [acceptance.rate(chooser.mean_rate)], [8])
+        right = next((place for place in range(depth) if chance.random() > 0.5), depth) if step > 20 else 0
+        if depth:
+            acceptance.observe(depth, right)
+            chooser.observe_guesses(depth, right)
+        else:
+            acceptance.fade()
+        chooser.observe_step(1, depth, 0.004 + 0.0009 * (depth > 0) + 0.0001 * depth)
+        guessed.append(depth > 0)
+    assert not all(guessed[: 2 * PROBE_STEPS]), "none of the first guesses is right"
+    assert all(guessed[-4 * PROBE_STEPS :])
+
+
+def test_no_look_is_due_before_guesses_are_measured_again() -> None:
+    """Answers would catch up for guesses that are not taken."""
+    chooser = DepthChooser(8)
+    for depth in (0, 1, 2):
+        chooser.observe_step(1, depth, 0.01 + 0.01 * depth)
+    for step in range(40 * PROBE_STEPS):
+        (depth,) = chooser.choose(1, [0.1], [2])
+        assert depth or chooser.rest(1) or step < 3 * PROBE_STEPS
+        chooser.observe_step(1, depth, 0.01 + 0.01 * depth)
 
 
 def test_a_compilation_is_not_the_price_of_a_token() -> None:

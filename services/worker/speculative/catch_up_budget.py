@@ -10,23 +10,24 @@ _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
 _FIRST_S = 0.5
 """Seconds in advance for each size of batch, so that guesses are tried at once: enough for sixteen answers."""
-_FIRST_TOKEN_S = 2e-5
-"""Seconds to catch up one token, before any was measured."""
+_FIRST_STEP_S, _FIRST_TOKEN_S = 4e-3, 1e-5
+"""Seconds of a step that catches up and of each of its tokens, before any was measured."""
 _WEIGHT = 0.5
-"""Weight of a measured price of a token, if the step caught up CATCH_UP_TOKENS; a step with fewer weighs less, because
-most of its time would be spent for a single token, too."""
+"""Weight of the last step in both prices."""
 _DEAREST = 4.0
-"""Time of a token at most, as a multiple of what was known: a kernel that is compiled in a step is not its price."""
+"""Time of a step at most, as a multiple of what was known: a kernel that is compiled in a step is not its price."""
 
 
 class CatchUpBudget:
     """Seconds earned by steps without guesses and spent on catching up. Rows: answers of the step in question."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = CATCH_UP_TOKENS) -> None:
+        """most: tokens that a step catches up at most."""
+        self._most = most
         self._earned_s = 0.0
         self._advances_s: dict[int, float] = {}
         """What is left in advance, by `size_of_batch`: guesses may pay in one and not in another."""
-        self._token_s = _FIRST_TOKEN_S
+        self._step_s, self._token_s = _FIRST_STEP_S, _FIRST_TOKEN_S
 
     def seconds(self, rows: int) -> float:
         """Seconds that may be spent now."""
@@ -34,7 +35,7 @@ class CatchUpBudget:
 
     def allows(self, tokens: int, rows: int) -> bool:
         """Whether there is time to catch up this number of tokens."""
-        return tokens * self._token_s <= self.seconds(rows)
+        return not tokens or self._price_s(tokens) <= self.seconds(rows)
 
     def earn(self, seconds: float) -> None:
         """A step without guesses took this time."""
@@ -47,12 +48,19 @@ class CatchUpBudget:
     def spend(self, tokens: int, seconds: float, rows: int, pays: bool = False) -> None:
         """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
         look, because guesses pay, and costs nothing of the budget."""
-        price_s = min(seconds / max(tokens, 1), _DEAREST * self._token_s)
+        known_s = self._price_s(tokens)
+        spent_s = min(seconds, _DEAREST * known_s)
         if not pays:
-            advanced = min(price_s * tokens, self._advance_s(rows))
+            advanced = min(spent_s, self._advance_s(rows))
             self._advances_s[size_of_batch(rows)] = self._advance_s(rows) - advanced
-            self._earned_s -= price_s * tokens - advanced
-        self._token_s += _WEIGHT * min(tokens / CATCH_UP_TOKENS, 1.0) * (price_s - self._token_s)
+            self._earned_s -= spent_s - advanced
+        part = tokens / self._most  # A step with few tokens shows what the step costs, and little of a token's price.
+        error_s = _WEIGHT * (spent_s - known_s) / (1 + part * part)
+        self._step_s = max(self._step_s + error_s, 0.0)
+        self._token_s = max(self._token_s + error_s * part / self._most, 0.0)
+
+    def _price_s(self, tokens: int) -> float:
+        return -(-tokens // self._most) * self._step_s + tokens * self._token_s
 
     def _advance_s(self, rows: int) -> float:
         return self._advances_s.get(size_of_batch(rows), _FIRST_S)

@@ -18,10 +18,14 @@ _OWN_PART = 0.5
 """Part of a wider step's additional time that depends on how many guesses it has, and not on the longest alone."""
 _TRIALS = 3
 """Steps of a new depth after its first one before it is judged, by the fastest of them: the first are slow."""
+_ENOUGH_ROWS = 64
+"""Rows of guesses that show whether guesses pay: fewer may be wrong by chance."""
 PROBE_STEPS = 128
 """Steps after which a depth is measured again, if it is next to the one that is taken."""
 _MOST_WAIT = 16 * PROBE_STEPS
 """Steps between two looks at guesses while none pay: the pause doubles with each look in vain up to this."""
+_SOONER_STEPS = PROBE_STEPS // 4
+"""Steps by which that pause becomes shorter with each step in which guesses pay."""
 
 
 class Acceptance:
@@ -56,6 +60,8 @@ class _Times:
     trials: dict[int, int] = field(default_factory=dict)
     """Choices of each depth to judge it by more than its first step, up to _TRIALS."""
     steps: int = 0
+    checked: int = 0
+    """Rows of guesses in the steps that were measured."""
     wait: int = PROBE_STEPS
     """Steps after which a look at guesses is due while none pay."""
     rests_until: int = 0
@@ -71,6 +77,10 @@ class _Times:
     def age(self, depth: int) -> int:
         """Steps since the depth was measured; 0: it never was."""
         return self.steps - self.measured_at.get(depth, self.steps)
+
+    def since_guesses(self) -> int:
+        """Steps since one with guesses was measured, or since the first one."""
+        return min((self.age(depth) for depth in self.measured_at if depth), default=self.steps)
 
 
 class DepthChooser:
@@ -96,9 +106,10 @@ class DepthChooser:
             value = min(before, seconds)
         else:
             value = before + weight * (min(seconds, 3 * before) - before)
-        if depth and age > PROBE_STEPS:
+        if depth and age >= PROBE_STEPS:
             times.wait = min(2 * times.wait, _MOST_WAIT)
         times.seconds[depth] = value
+        times.checked += rows if depth else 0
         times.steps += 1
         times.measured_at[depth] = times.steps
 
@@ -127,12 +138,13 @@ class DepthChooser:
             return [min(tried, most) for most in room]
         looked = self._to_measure(times, tokens, best)
         if looked is not None:
+            if not best:
+                self._forget()
             return [min(looked, most) for most in room]
         chosen = self._cut(times, best, rows, rates, room, factors)
         times.pays = any(chosen)
         if not times.pays:
-            ages = [times.age(depth) for depth in times.measured_at if depth]
-            times.rests_until = times.steps + max(times.wait - max(ages, default=times.wait), 0)
+            times.rests_until = times.steps + max(times.wait - times.since_guesses(), 0)
         return chosen
 
     def pays(self, rows: int) -> bool:
@@ -140,8 +152,8 @@ class DepthChooser:
         return self._times(rows).pays
 
     def tried(self, rows: int) -> bool:
-        """Whether steps with guesses were measured at this number of rows."""
-        return any(self._times(rows).seconds)
+        """Whether enough guesses were checked at this number of rows to show whether they pay."""
+        return self._times(rows).checked >= _ENOUGH_ROWS
 
     def plain_s(self, rows: int) -> float | None:
         """Seconds of a step of this number of rows without guesses; None before any was measured."""
@@ -152,6 +164,12 @@ class DepthChooser:
         times = self._times(rows)
         return max(times.rests_until - times.steps, 0)
 
+    def _forget(self) -> None:
+        """Forget what earlier guesses showed, because guesses are tried again: too few may have been checked, by chance
+        wrong ones, to show that none pay."""
+        self.mean_rate = _FIRST_RATE
+        self._hits, self._tries = [0.0] * self.most, [0.0] * self.most
+
     def _best(self, times: _Times, tokens: Sequence[float]) -> int:
         known = [depth for depth in times.seconds if depth < len(tokens)]
         tried = min(max(known) + 1, len(tokens) - 1)
@@ -160,12 +178,13 @@ class DepthChooser:
     def _to_measure(self, times: _Times, tokens: Sequence[float], best: int) -> int | None:
         """A depth that is due to be measured again, because what was slow once may have been so by chance; or None."""
         if best:
-            times.wait = PROBE_STEPS
-            nearby = [best + 1, best - 1]
-        else:  # The first guess has a price of its own: a deeper one may pay where it does not.
-            deeper = [depth for depth in times.seconds if 0 < depth < len(tokens)]
-            nearby = [self._fastest(times, tokens, deeper)] if deeper else []
-        return next((near for near in nearby if near < len(tokens) and times.age(near) > times.wait), None)
+            times.wait = max(times.wait - _SOONER_STEPS, PROBE_STEPS)
+            nearby = (best + 1, best - 1)
+            return next((near for near in nearby if near < len(tokens) and times.age(near) > PROBE_STEPS), None)
+        if times.since_guesses() < times.wait:
+            return None
+        # The first guess has a price of its own: a deeper one may pay where it does not.
+        return self._fastest(times, tokens, [depth for depth in times.seconds if 0 < depth < len(tokens)] or [1])
 
     def _fastest(self, times: _Times, tokens: Sequence[float], depths: Collection[int]) -> int:
         """The depth with the most tokens per second; tokens: of a step, by its depth."""

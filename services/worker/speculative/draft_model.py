@@ -41,7 +41,7 @@ class DraftProgress:
         heads because the hidden states before them are known by then, of a parallel draft model because it guesses
         them without having computed them. most_caught_up: most tokens that it computes in a step before its guesses."""
         self._block_size, self._longest, self._redo_guesses = block_size, longest, redo_guesses
-        self._most_caught_up = most_caught_up
+        self.most_caught_up = most_caught_up
         self._by_key: dict[int, _Progress] = {}
         self._blocks: set[int] = set()
         """Blocks that hold the draft model's keys and values as well."""
@@ -49,7 +49,7 @@ class DraftProgress:
 
     def begin_step(self) -> None:
         """A step is planned."""
-        self._budget = self._most_caught_up
+        self._budget = self.most_caught_up
 
     def new_blocks(self, sequence: Sequence) -> None:
         """The sequence got blocks that the device was not sent: those beyond its found ones hold nothing of it."""

@@ -68,7 +68,7 @@ class Speculation:
         self._behind: list[CatchUp] = []
         self._caught_up = 0
         """Tokens that the draft model computes in this step, if that is more than steady guesses need."""
-        self._budget = CatchUpBudget()
+        self._budget = CatchUpBudget(self._draft_model.most_caught_up) if self._draft_model else CatchUpBudget()
         self._chooser = DepthChooser(most)
         self._answers: dict[int, _Answer] = {}
         self._overlaps = overlaps
