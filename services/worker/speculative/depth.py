@@ -22,6 +22,8 @@ _ENOUGH_ROWS = 64
 """Rows of guesses that show whether guesses pay: fewer may be wrong by chance."""
 PROBE_STEPS = 128
 """Steps after which a depth is measured again, if it is next to the one that is taken."""
+_PLAIN_STEPS = 4 * PROBE_STEPS
+"""Steps after which those without guesses are measured again while guesses pay: longer answers make both slower."""
 _MOST_WAIT = 16 * PROBE_STEPS
 """Steps between two looks at guesses while none pay: the pause doubles with each look in vain up to this."""
 _SOONER_STEPS = PROBE_STEPS // 4
@@ -57,6 +59,8 @@ class _Times:
 
     seconds: dict[int, float] = field(default_factory=dict)
     measured_at: dict[int, int] = field(default_factory=dict)
+    measured: dict[int, int] = field(default_factory=dict)
+    """Steps of each depth that were measured."""
     trials: dict[int, int] = field(default_factory=dict)
     """Choices of each depth to judge it by more than its first step, up to _TRIALS."""
     steps: int = 0
@@ -64,6 +68,8 @@ class _Times:
     """Rows of guesses in the steps that were measured."""
     wait: int = PROBE_STEPS
     """Steps after which a look at guesses is due while none pay."""
+    plain_due: int = _PLAIN_STEPS
+    """The step at which those without guesses are measured again, if guesses pay."""
     rests_until: int = 0
     """The step at which the next look is due."""
     pays: bool = False
@@ -86,9 +92,11 @@ class _Times:
 class DepthChooser:
     """Chooses the depth of each step and cuts the guesses of answers that gain nothing by it."""
 
-    def __init__(self, most: int) -> None:
-        """most: guesses of a row at most."""
+    def __init__(self, most: int, first_gain: float = 1.0, least_gain: float = 1.0) -> None:
+        """most: guesses of a row at most. first_gain: tokens per second over those without guesses from which on
+        guesses are made, least_gain: down to which they go on."""
         self.most = most
+        self._first_gain, self._least_gain = first_gain, least_gain
         self.mean_rate = _FIRST_RATE
         self._hits, self._tries = [0.0] * most, [0.0] * most
         """By place, right guesses and all that were checked; the earlier ones count less."""
@@ -102,13 +110,14 @@ class DepthChooser:
         weight = 1.0 if age > PROBE_STEPS else _WEIGHT
         if before is None:
             value = seconds
-        elif depth and times.trials.get(depth, 0) < _TRIALS:
+        elif depth and times.measured[depth] <= _TRIALS:
             value = min(before, seconds)
         else:
             value = before + weight * (min(seconds, 3 * before) - before)
         if depth and age >= PROBE_STEPS:
             times.wait = min(2 * times.wait, _MOST_WAIT)
         times.seconds[depth] = value
+        times.measured[depth] = times.measured.get(depth, 0) + 1
         times.checked += rows if depth else 0
         times.steps += 1
         times.measured_at[depth] = times.steps
@@ -131,19 +140,23 @@ class DepthChooser:
             return [0] * len(room)
         factors = self._factors()
         tokens = expected_tokens(rows, rates, room, longest, factors)
-        best = self._best(times, tokens)
+        best = self._best(times, tokens, sum(most > 0 for most in room) / rows)
         tried = times.on_trial(longest)
         if tried is not None and best < tried:  # Its first step alone made it look too slow.
             times.trials[tried] = times.trials.get(tried, 0) + 1
             return [min(tried, most) for most in room]
+        if best and times.steps >= times.plain_due:
+            times.plain_due = times.steps + _PLAIN_STEPS
+            return [0] * len(room)
         looked = self._to_measure(times, tokens, best)
         if looked is not None:
             if not best:
                 self._forget()
             return [min(looked, most) for most in room]
         chosen = self._cut(times, best, rows, rates, room, factors)
-        times.pays = any(chosen)
-        if not times.pays:
+        if best in times.seconds or not best:
+            times.pays = any(chosen)
+        if not any(chosen):
             times.rests_until = times.steps + max(times.wait - times.since_guesses(), 0)
         return chosen
 
@@ -170,10 +183,14 @@ class DepthChooser:
         self.mean_rate = _FIRST_RATE
         self._hits, self._tries = [0.0] * self.most, [0.0] * self.most
 
-    def _best(self, times: _Times, tokens: Sequence[float]) -> int:
+    def _best(self, times: _Times, tokens: Sequence[float], asking: float) -> int:
+        """The depth that pays most, or 0; asking: part of the rows that can be guessed, which have to gain enough."""
         known = [depth for depth in times.seconds if depth < len(tokens)]
         tried = min(max(known) + 1, len(tokens) - 1)
-        return self._fastest(times, tokens, {*known, tried})
+        best = self._fastest(times, tokens, {*known, tried} - {0})
+        gain = tokens[best] / tokens[0] * self._seconds(times, 0) / self._seconds(times, best)
+        least = self._least_gain if times.pays else self._first_gain
+        return best if gain > 1 + (least - 1) * asking else 0
 
     def _to_measure(self, times: _Times, tokens: Sequence[float], best: int) -> int | None:
         """A depth that is due to be measured again, because what was slow once may have been so by chance; or None."""

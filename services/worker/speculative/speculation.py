@@ -20,6 +20,11 @@ _LONGEST_PAUSE = 8
 """Steps at most for which an answer is not searched after its searches found nothing."""
 _PLAIN_STEPS, _MOST_PLAIN_STEPS = 32, 256
 """Steps without a question after no answer gained by a guess, and at most until the next look at guesses."""
+_GAINS = 1.1, 1.04
+"""Gains at which answers are guessed by a draft model, and go on to be: to catch up has a price, and so has it that
+tokens come less evenly."""
+_MEASURED_STEPS = 4
+"""Steps without guesses that show what such steps take, while guesses pay."""
 _STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that a draft model computes of a sequence before each guess, at most: more are the price of a pause."""
 
@@ -69,7 +74,7 @@ class Speculation:
         self._caught_up = 0
         """Tokens that the draft model computes in this step, if that is more than steady guesses need."""
         self._budget = CatchUpBudget(self._draft_model.most_caught_up) if self._draft_model else CatchUpBudget()
-        self._chooser = DepthChooser(most)
+        self._chooser = DepthChooser(most, *_GAINS) if self._draft_model else DepthChooser(most)
         self._answers: dict[int, _Answer] = {}
         self._overlaps = overlaps
         self._plain_steps = 0
@@ -125,8 +130,9 @@ class Speculation:
         rates = [self._answers[sequence.job.key].acceptance.rate(self._chooser.mean_rate) for sequence, _ in asked]
         chosen = self._chooser.choose(rows, rates, [len(draft) for draft in drafts])
         if not any(chosen) and any(drafts):
-            self._plain_steps = _PLAIN_STEPS
-            if self._chooser.tried(rows):
+            pays = self._chooser.pays(rows)
+            self._plain_steps = _MEASURED_STEPS if pays else _PLAIN_STEPS
+            if self._chooser.tried(rows) and not pays:
                 self._budget.looked(rows)
         return [draft[:count] for draft, count in zip(drafts, chosen, strict=True)]
 
