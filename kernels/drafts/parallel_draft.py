@@ -21,14 +21,14 @@ from kernels.step_io import GUESS_PLACE
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["T", "R", "count", "held", "depth", "mask_token"])
+@triton.jit(do_not_specialize=["T", "R", "count", "held", "depth", "wanted", "mask_token"])
 def begin_masks_kernel(
     checked,  # int32: the words of the step, as `kernels.step_io` defines them
     kept,  # int32 [R]: draws that each row keeps
     last_token,  # int64 [slots]
     guesses,  # int32 [slots, MOST]: the table
     words,  # int32 out: those of a pass of `held` rows
-    T, R, count, held, depth, mask_token,
+    T, R, count, held, depth, wanted, mask_token,
     MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows; those without guesses, or without a draw, get no tokens."""
@@ -37,11 +37,12 @@ def begin_masks_kernel(
     inside, some = rows < held, rows < count
     starts = checked + tl.cdiv(T, 4) * 4
     contexts = starts + tl.cdiv(R + 1, 4) * 4
-    wanted = tl.load(starts + 1 + rows, mask=some, other=1) - tl.load(starts + rows, mask=some, other=0) - 1
+    had = tl.load(starts + 1 + rows, mask=some, other=1) - tl.load(starts + rows, mask=some, other=0) - 1
     draws = tl.load(kept + rows, mask=some, other=0)
-    on = (wanted > 0) & (draws > 0)
+    on = (had > 0) & (draws > 0)
+    wanted = tl.where(wanted > 0, wanted, had)
     slot = tl.load(contexts + tl.cdiv(R, 4) * 4 + rows, mask=some, other=0)
-    context = tl.load(contexts + rows, mask=some, other=0) + draws - 1
+    context = tl.load(contexts + rows, mask=some, other=0) - had + draws + wanted - 1
     last = tl.load(last_token + slot.to(tl.int64), mask=on, other=0).to(tl.int32)
 
     tokens = tl.where(on, draws + wanted - 1, 0)
@@ -65,19 +66,19 @@ def begin_masks_kernel(
 
 def begin(
     checked: Tensor, sizes: tuple[int, int, int], count: int, kept: Tensor, last_token: Tensor, guesses: Tensor,
-    words: Tensor, held: int, depth: int, mask_token: int,
+    words: Tensor, held: int, depth: int, wanted: int, mask_token: int,
 ) -> None:  # fmt: skip
     """Make `words` those of a pass of `held` rows, of up to 2 * `depth` tokens each, behind a step that checks guesses,
     before the host has its results.
 
     checked int32: the words of the step, of these sizes and with `count` rows, at most MOST_FOLLOWED. kept int32 [R]:
     draws that each row keeps; last_token int64 [slots]: the last of them; guesses int32 [slots, most]: the table. A row
-    wants as many guesses as it had, at most `depth`.
+    with guesses gets `wanted` next, at most `depth`; 0: as many as it had.
     """
     assert count <= held <= MOST_FOLLOWED, (count, held)
     begin_masks_kernel[(1,)](
-        checked, kept, last_token, guesses, words, sizes[0], sizes[1], count, held, depth, mask_token,
-        MOST=guesses.shape[1], BLOCK=2 * MOST_FOLLOWED, num_warps=4, **launch_options(words.device),
+        checked, kept, last_token, guesses, words, sizes[0], sizes[1], count, held, depth, wanted,
+        mask_token, MOST=guesses.shape[1], BLOCK=2 * MOST_FOLLOWED, num_warps=4, **launch_options(words.device),
     )  # fmt: skip
 
 

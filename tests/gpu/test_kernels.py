@@ -439,6 +439,7 @@ def test_passes_of_a_parallel_draft_model() -> None:
     some = [(5, 5), (5, 2), (1, 1), (3, 0), (9, 9), (2, 1)]
     for held, drawn, depth in ((1, [(5, 5)], 4), (1, [(5, 1)], 8), (4, [(2, 2), (2, 1)], 1), (64, some * 10, 8)):
         check_parallel_pass(held, drawn, depth)
+        check_parallel_pass(held, drawn, depth, all_of=depth)
 
 
 def test_lists_of_a_step() -> None:

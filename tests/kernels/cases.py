@@ -389,14 +389,14 @@ def check_pass_behind_a_step(held: int, drawn: list[tuple[int, int]], redo: bool
             assert int(inputs.sampled[number]) == end - 1
 
 
-def check_parallel_pass(held: int, drawn: list[tuple[int, int]], depth: int) -> None:
+def check_parallel_pass(held: int, drawn: list[tuple[int, int]], depth: int, all_of: int = 0) -> None:
     """The words of a pass of a parallel draft model behind a step whose rows have these lengths and keep these draws,
-    and where its guesses go."""
+    and where its guesses go. all_of: guesses that each row with some gets; 0: as many as it had."""
     count, slots, mask, step = len(drawn), held + 3, 901, _checked_step(held, drawn)
     owners, contexts, last, guesses = step.owners, step.contexts, step.last, step.guesses
     tokens, samples = 2 * depth * held, depth * held
     sent = torch.full((step_io.words_of(tokens, held, samples) + 4,), 77, dtype=torch.int32, device=DEVICE)
-    parallel_draft.begin(step.words, step.sizes, count, step.kept, last, guesses, sent, held, depth, mask)
+    parallel_draft.begin(step.words, step.sizes, count, step.kept, last, guesses, sent, held, depth, all_of, mask)
     assert sent[-4:].eq(77).all()
 
     tables, none = torch.ones(slots + 1, 64, dtype=torch.int32, device=DEVICE), torch.full_like(last, -9)
@@ -407,7 +407,7 @@ def check_parallel_pass(held: int, drawn: list[tuple[int, int]], depth: int) -> 
     for row in range(held):
         begin, end = starts[row : row + 2]
         length, draws = drawn[row] if row < count else (0, 0)
-        wanted = length - 1 if draws else 0
+        wanted = (all_of or length - 1) if draws and length > 1 else 0
         if wanted <= 0:
             assert begin == end
             expected_slots += [slots] * depth

@@ -346,7 +346,7 @@ def test_steps_overlap_where_nothing_is_guessed(why: str, depth: int | None, eng
     jobs = [job(key, prompt_of(9 + key), max_tokens=60) for key in range(3)]
     if why == "too slow":
         speculation = Speculation(draft_model.DraftProgress(made.options.block_size, 512), overlaps=True)
-        speculation._budget.spend(12_500, 250.0, 3)  # No slow machine earns this within the test.
+        speculation._budget.spend(25_000, 250.0, 3)  # No slow machine earns this within the test.
     elif why == "nothing found":
         speculation = Speculation(LateReplay({}, 1000), depth, overlaps=True)
     else:
@@ -489,7 +489,7 @@ def test_looks_in_vain_become_rare() -> None:
 def test_a_draft_catches_up_in_a_hundredth_of_the_time() -> None:
     budget, plain_s, spent_s = CatchUpBudget(), 0.0, 0.0
     assert budget.allows(2000, 64)
-    assert not budget.allows(64 * 512, 64)
+    assert not budget.allows(128 * 512, 64)
     while plain_s < 300:
         if budget.allows(64 * 512, 64):
             for _ in range(64):
@@ -528,7 +528,7 @@ def test_guesses_that_were_tried_in_vain_are_tried_again_from_earnings_alone(eno
     assert not speculation._chooser.tried(1)
     assert speculation.guess([(sequence, 4)], 1)[0]
     assert speculation._budget.seconds(1) > 0
-    for depth in range(1, 9):
+    for depth in (each for each in range(1, 9) for _ in range(2)):
         speculation._chooser.observe_step(1, depth, 9.0)
         times.trials[depth] = 3
     for _ in range(56 * enough):
@@ -610,6 +610,17 @@ def test_a_depth_is_measured_as_long_as_it_is_chosen() -> None:
     assert depth == 1
 
 
+def test_the_first_step_with_more_guesses_is_no_measurement() -> None:
+    """The draft guesses once more than behind the step before, with nothing in flight."""
+    chooser, before, chosen = DepthChooser(8, draft=True), 0, list[int]()
+    for _ in range(8 * PROBE_STEPS):
+        (depth,) = chooser.choose(1, [0.9], [2])
+        chooser.observe_step(1, depth, 0.004 + 0.001 * (depth > 0) + 0.003 * (depth > before))
+        before = depth
+        chosen.append(depth)
+    assert sum(chosen[PROBE_STEPS:]) / len(chosen[PROBE_STEPS:]) > 1.9
+
+
 def test_steps_without_guesses_are_measured_again_while_guesses_pay() -> None:
     chooser, plain_s = DepthChooser(8), 0.005
     chooser.observe_step(1, 0, plain_s)
@@ -624,7 +635,7 @@ def test_steps_without_guesses_are_measured_again_while_guesses_pay() -> None:
 
 @pytest.mark.parametrize(("seconds", "pays"), [(0.0095, False), (0.0085, True)])
 def test_a_draft_has_to_gain_more_to_begin_than_to_go_on(seconds: float, pays: bool) -> None:
-    chooser = DepthChooser(1, 1.1, 1.04)
+    chooser = DepthChooser(1, draft=True)
     for _ in range(4 * PROBE_STEPS):
         (depth,) = chooser.choose(1, [0.5], [1])
         chooser.observe_step(1, depth, seconds if depth else 0.0066)
@@ -637,7 +648,7 @@ def test_a_draft_has_to_gain_more_to_begin_than_to_go_on(seconds: float, pays: b
 
 def test_answers_that_cannot_be_guessed_yet_need_not_gain() -> None:
     """They catch up with others' guesses beside them, of which few are right in a large batch at first."""
-    chooser = DepthChooser(1, 1.1, 1.04)
+    chooser = DepthChooser(1, draft=True)
     chooser.observe_step(64, 0, 0.006)
     assert sum(chooser.choose(64, [0.9] * 64, [1] * 4 + [0] * 60)) == 4
 
@@ -666,7 +677,7 @@ def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoi
     folder = checkpoint("llama")
     engine = open_engine(folder, warm_up=True, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
     assert engine.speculation is not None
-    engine.speculation._budget.spend(25_000, 0.5, 16)
+    engine.speculation._budget.spend(25_000, 1.0, 16)
     run(engine, *(job(key, prompt_of(100, key), max_tokens=60) for key in range(16)), steps=50)
     assert engine.stats().guesses.drafted == 0
     engine.speculation._budget.earn(10_000.0)
@@ -697,7 +708,8 @@ def test_a_step_in_which_a_draft_catches_up_is_no_measurement(checkpoint: Callab
     while not engine.stats().guesses.drafted:
         assert not engine.step().ended
     assert set(speculation._chooser._times(1).seconds) == {0}, "the draft computed the prompt in this step"
-    engine.step()
+    for _ in range(2):  # The first one that follows a step without guesses is none either.
+        engine.step()
     assert set(speculation._chooser._times(1).seconds) > {0}
 
 
@@ -748,9 +760,10 @@ def test_a_plan_gives_guesses_only_free_blocks_and_the_rest_of_the_budget() -> N
     planner.check()
 
 
-@pytest.mark.parametrize(("pool", "guesses", "blocks"), [(8, 4, 3), (3, 4, 2), (1, 0, 1), (8, 1, 2), (8, 7, 5)])
+@pytest.mark.parametrize(("pool", "guesses", "blocks"), [(8, 4, 4), (3, 4, 2), (1, 0, 1), (8, 1, 4), (8, 7, 5)])
 def test_blocks_of_the_next_guesses_are_taken_while_some_are_free(pool: int, guesses: int, blocks: int) -> None:
-    """Where guesses are made behind a step, before its results are known. The answer ends at token 18."""
+    """Where guesses are made behind a step, before its results are known, as many as there may be. The answer ends at
+    token 18."""
     planner = Planner(BlockPool(pool), 4, slots=1, step_tokens=9, prefix_cache=True, guesses_alone=True)
     planner.add(Planned(job(1, prompt_of(3), max_tokens=15), 1, 4, 64, b""))
     planner.commit(planner.plan().rows[0], [50])

@@ -14,6 +14,7 @@ from services.worker.planner.adapter_slots import AdapterSlots
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.sequence import Sequence
 from services.worker.planner.token_budget import TokenBudget
+from services.worker.runners.step import MOST_GUESSES
 
 # A sequence that was paused this often is not paused again: when it is admitted again it takes all blocks that it can
 # ever need.
@@ -321,7 +322,7 @@ class Planner:
             end = sequence.computed + len(guesses)
             needed = sequence.blocks_for(end) - len(sequence.blocks)
             if self._guesses_alone:
-                next_end = min(end + len(guesses), max(end, sequence.limit))
+                next_end = min(end + MOST_GUESSES, max(end, sequence.limit))
                 needed = max(needed, min(sequence.blocks_for(next_end) - len(sequence.blocks), spare))
             if needed > 0:
                 sequence.blocks += self.pool.take(needed)

@@ -8,7 +8,7 @@ from services.worker.speculative.depth import size_of_batch
 
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
-_FIRST_S = 0.5
+_FIRST_S = 1.0
 """Seconds in advance for each size of batch, so that guesses are tried at once: enough for sixteen answers."""
 _FIRST_STEP_S, _FIRST_TOKEN_S = 4e-3, 1e-5
 """Seconds of a step that catches up and of each of its tokens, before any was measured."""

@@ -18,6 +18,8 @@ _OWN_PART = 0.5
 """Part of a wider step's additional time that depends on how many guesses it has, and not on the longest alone."""
 _TRIALS = 3
 """Steps of a new depth after its first one before it is judged, by the fastest of them: the first are slow."""
+_FIRST_GAIN, _LEAST_GAIN = 1.1, 1.04
+"""Tokens per second over those without guesses from which on a draft model guesses, and down to which it goes on."""
 _ENOUGH_ROWS = 64
 """Rows of guesses that show whether guesses pay: fewer may be wrong by chance."""
 PROBE_STEPS = 128
@@ -63,6 +65,8 @@ class _Times:
     """Steps of each depth that were measured."""
     trials: dict[int, int] = field(default_factory=dict)
     """Choices of each depth to judge it by more than its first step, up to _TRIALS."""
+    last: int = 0
+    """The depth of the last step."""
     steps: int = 0
     checked: int = 0
     """Rows of guesses in the steps that were measured."""
@@ -92,19 +96,24 @@ class _Times:
 class DepthChooser:
     """Chooses the depth of each step and cuts the guesses of answers that gain nothing by it."""
 
-    def __init__(self, most: int, first_gain: float = 1.0, least_gain: float = 1.0) -> None:
-        """most: guesses of a row at most. first_gain: tokens per second over those without guesses from which on
-        guesses are made, least_gain: down to which they go on."""
-        self.most = most
-        self._first_gain, self._least_gain = first_gain, least_gain
+    def __init__(self, most: int, draft: bool = False) -> None:
+        """most: guesses of a row at most. draft: a draft model guesses. It has some guesses ready behind a step, to
+        catch up has a price, and so has it that tokens come less evenly."""
+        self.most, self._draft = most, draft
+        self._first_gain, self._least_gain = (_FIRST_GAIN, _LEAST_GAIN) if draft else (1.0, 1.0)
         self.mean_rate = _FIRST_RATE
         self._hits, self._tries = [0.0] * most, [0.0] * most
         """By place, right guesses and all that were checked; the earlier ones count less."""
         self._by_size: dict[int, _Times] = {}
 
     def observe_step(self, rows: int, depth: int, seconds: float) -> None:
-        """Record a step without prompts: its rows, its longest guess and its time."""
+        """Record a step without prompts: its rows, its longest guess and its time. A draft's first step with more
+        guesses than the one before shows nothing: it takes longer than later ones, because fewer are ready."""
         times = self._times(rows)
+        more, times.last = depth > times.last, depth
+        if more and self._draft:
+            times.steps += 1
+            return
         before, age = times.seconds.get(depth), times.age(depth)
         # One step that was interrupted must not look like the cost of its depth; old times are poor estimates.
         weight = 1.0 if age > PROBE_STEPS else _WEIGHT

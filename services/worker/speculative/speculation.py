@@ -20,9 +20,6 @@ _LONGEST_PAUSE = 8
 """Steps at most for which an answer is not searched after its searches found nothing."""
 _PLAIN_STEPS, _MOST_PLAIN_STEPS = 32, 256
 """Steps without a question after no answer gained by a guess, and at most until the next look at guesses."""
-_GAINS = 1.1, 1.04
-"""Gains at which answers are guessed by a draft model, and go on to be: to catch up has a price, and so has it that
-tokens come less evenly."""
 _MEASURED_STEPS = 4
 """Steps without guesses that show what such steps take, while guesses pay."""
 _STEADY_TOKENS = MOST_GUESSES + 2
@@ -74,7 +71,7 @@ class Speculation:
         self._caught_up = 0
         """Tokens that the draft model computes in this step, if that is more than steady guesses need."""
         self._budget = CatchUpBudget(self._draft_model.most_caught_up) if self._draft_model else CatchUpBudget()
-        self._chooser = DepthChooser(most, *_GAINS) if self._draft_model else DepthChooser(most)
+        self._chooser = DepthChooser(most, draft=self._draft_model is not None)
         self._answers: dict[int, _Answer] = {}
         self._overlaps = overlaps
         self._plain_steps = 0

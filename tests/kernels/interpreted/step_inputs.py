@@ -47,3 +47,4 @@ def test_passes_of_a_parallel_draft_model() -> None:
         (1, [(5, 5)], 4), (1, [(5, 1)], 8), (4, [(2, 2), (2, 1), (2, 1)], 1), (8, some, 8), (64, some * 10, 8),
     ):  # fmt: skip
         check_parallel_pass(held, drawn, depth)
+        check_parallel_pass(held, drawn, depth, all_of=depth)

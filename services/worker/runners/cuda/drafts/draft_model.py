@@ -198,20 +198,28 @@ class GpuDraftModel:
 
     @torch.inference_mode()
     def follow(self, rows: StepRows, checked: CheckedStep, covered: Sequence[int]) -> dict[int, int]:
-        """Launch as many guesses for each row of a step as it had. covered: tokens for which each slot has blocks.
-        -> the guesses by slot: none if there may be more tokens than that, or passes that would need memory: the step
-        is launched."""
-        slots, guesses = rows.rows.slots, [length - 1 for length in rows.rows.lengths]
-        ends = [context + count for context, count in zip(rows.contexts, guesses, strict=True)]
-        most = self.model.max_positions
-        enough = all(end <= min(covered[slot], most) for slot, end in zip(slots, ends, strict=True))
-        if not enough or not self._guess_behind(checked, len(slots), max(guesses)):
-            return {}
-        return {slot: count for slot, count in zip(slots, guesses, strict=True) if count}
+        """Launch as many guesses for each row of a step as it had, or more where they cost nothing. covered: tokens for
+        which each slot has blocks. -> the guesses by slot: none if there may be more tokens than that, or passes that
+        would need memory: the step is launched."""
+        slots, had = rows.rows.slots, [length - 1 for length in rows.rows.lengths]
+        room = [
+            min(covered[slot], self.model.max_positions) - end for slot, end in zip(slots, rows.contexts, strict=True)
+        ]
+        free = self._free_guesses(len(slots), max(had))
+        for all_of in (free, 0) if free else (0,):
+            guesses = [all_of or count if count else 0 for count in had]
+            if all(count <= most for count, most in zip(guesses, room, strict=True)):
+                launched = self._guess_behind(checked, len(slots), max(had), all_of)
+                return {slot: count for slot, count in zip(slots, guesses, strict=True) if count and launched}
+        return {}
 
-    def _guess_behind(self, checked: CheckedStep, count: int, guesses: int) -> bool:
-        """Launch the passes behind a step of `count` rows with up to `guesses` guesses. -> False if there are no graphs
-        of them."""
+    def _free_guesses(self, rows: int, guesses: int) -> int:
+        """How many guesses of each row cost no more than those of rows with up to `guesses`; 0: none are free."""
+        return 0
+
+    def _guess_behind(self, checked: CheckedStep, count: int, guesses: int, all_of: int) -> bool:
+        """Launch the passes behind a step of `count` rows with up to `guesses` guesses. all_of: guesses of each row; 0:
+        as many as it had. -> False if there are no graphs of them."""
         rows, longest = self._held(count, 1 + guesses if self.redoes_guesses else 2)
         if (rows, longest) not in self._graphs or (rows, 1) not in self._graphs:
             return False

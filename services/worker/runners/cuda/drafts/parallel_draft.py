@@ -3,7 +3,8 @@
 A row of a pass has the tokens that the draft lacks, up to the last known one, and a mask token for each guess but the
 first (PARD, An et al., arXiv:2504.18583). Keys and values of masks are overwritten by those of the tokens that come in
 their place, so right guesses are computed once more. Its passes for up to `depth` guesses have room for the depth + 1
-tokens that a step draws at most, and for depth - 1 masks.
+tokens that a step draws at most, and for depth - 1 masks; after steps without guesses, larger ones have room for what
+rows lack. Behind a step, each row gets all guesses for which the pass has room: the next step may want more of it.
 """
 
 from kernels import step_io
@@ -33,23 +34,28 @@ class GpuParallelDraft(GpuDraftModel):
 
     def _warm_up_follow(self) -> None:
         words, last, guesses = self._upload.words, self.forward.last_token, self._guesses
-        parallel_draft.begin(words, (1, 1, 1), 0, guesses, last, guesses, words, 1, 1, self._mask_token)
+        parallel_draft.begin(words, (1, 1, 1), 0, guesses, last, guesses, words, 1, 1, 0, self._mask_token)
 
     def _most_known(self, rows: int, guesses: int) -> int:
-        return guesses + 1
+        longest = max((longest for held, longest in self._graphs if held >= rows), default=0)
+        return max(longest + 1 - guesses, guesses + 1)
 
     def _guess(self, found: list[Guessed]) -> None:
-        rows, longest = self._held(len(found), 2 * max(row.wanted for row in found))
+        longest = max(max(2 * row.wanted, len(row.ids) + row.wanted - 1) for row in found)
+        rows, longest = self._held(len(found), longest)
         self._send(found, rows, longest)
         self._run(rows, longest)
 
-    def _guess_behind(self, checked: CheckedStep, count: int, guesses: int) -> bool:
+    def _free_guesses(self, rows: int, guesses: int) -> int:
+        return self._held(rows, 2 * guesses)[1] // 2
+
+    def _guess_behind(self, checked: CheckedStep, count: int, guesses: int, all_of: int) -> bool:
         rows, longest = self._held(count, 2 * guesses)
         if (rows, longest) not in self._graphs:
             return False
         parallel_draft.begin(
             checked.words, checked.sizes, count, checked.kept, checked.last_token, self._guesses, self._upload.words,
-            rows, longest // 2, self._mask_token,
+            rows, longest // 2, all_of, self._mask_token,
         )  # fmt: skip
         self._run(rows, longest)
         return True
