@@ -23,7 +23,7 @@ from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
 from services.worker.runners.cuda.drafts.draft_model import CATCH_UPS_AT_START
 from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS
-from tests.checkpoints import DEMO, make_checkpoint
+from tests.checkpoints import DEMO, Shape, make_checkpoint
 from tests.draft_heads import make_heads
 from tests.served import WIDE_EXPERTS
 from tests.tiny_config import tiny_config
@@ -256,6 +256,51 @@ def test_what_a_draft_catches_up_at_the_start_needs_every_kernel_of_later_produc
     started = {packed_prefill.shape_for(tokens, *shape) for tokens in CATCH_UPS_AT_START if tokens > FEW_TOKENS}
     later = {packed_prefill.shape_for(tokens, *shape) for tokens in range(FEW_TOKENS + 1, DEVICE_CATCH_UP_TOKENS + 1)}
     assert later <= started
+
+
+CATCH_UPS = """
+import json, sys
+import torch
+from pathlib import Path
+from tests.kernels import reported_gpu
+
+reported_gpu.use()
+from kernels import attention, compile_cache
+from services.worker.build import compile_kernels
+from services.worker.options import EngineOptions
+from services.worker.runners.cuda.runner import GpuRunner
+
+attention.is_hopper = lambda device: True
+folder, runners, launch_all = Path(sys.argv[1]), [], GpuRunner.launch_all
+GpuRunner.launch_all = lambda runner: (runners.append(runner), launch_all(runner))
+options = {"max_batch_size": 17, "step_tokens": 256, "max_seq_length": 512, "dtype": "bfloat16"}
+signature = lambda found: {(each.kernel.fn.__name__, repr(each.arguments[0])) for each in found}
+with compile_cache.recording() as found:
+    compile_kernels.launch_all(folder, EngineOptions(**options, speculate=f"draft:{folder}", draft_quantize="int4"))
+started = signature(found)
+with torch.inference_mode(), compile_cache.recording() as found:
+    for rows in (1, 3, 16, 17):
+        for lengths in ([1] * rows, [2] * rows, [7] * rows, [2, 5] * -(-rows // 2), [1] * (rows - 1) + [60]):
+            runners[0].draft._catch_up({slot: (40, [5] * length) for slot, length in enumerate(lengths)})
+        for longest in range(2, 129):
+            runners[0].draft.forward.schedule((rows + longest, rows, 0), longest)
+print(json.dumps([len(signature(found)), sorted(name for name, _ in signature(found) - started)]))
+"""
+
+
+def test_a_start_runs_every_kernel_with_which_a_draft_catches_up(tmp_path: Path) -> None:
+    """On a Hopper, where more of them depend on the numbers of rows and tokens than on other GPUs."""
+    shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 8}
+    folder = make_checkpoint(tmp_path, Shape("llama", {**shape, "num_hidden_layers": 1}))
+    done = subprocess.run(
+        [sys.executable, "-c", CATCH_UPS, str(folder)],
+        env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    count, missing = json.loads(done.stdout.splitlines()[-1])
+    assert count > 15
+    assert missing == []
 
 
 def test_ranks_with_whole_experts_run_the_kernels_that_are_compiled_for_the_first(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import step_io
+from kernels.attention import PIECES_TOKENS
 from kernels.drafts import draft_pass
 from kernels.sampling.slot_settings import SlotSettings
 from kernels.slot_edits import HEADER
@@ -144,11 +145,17 @@ class GpuDraftModel:
 
     def _warm_up_catch_ups(self) -> None:
         """Run catch-ups of all sizes, which no graph holds. Their attention has kernels that depend on the number of
-        rows, their products have kernels that depend on the number of tokens; to compile one may take seconds."""
+        rows and is scheduled by kernels that depend on that of tokens, too; their products have kernels that depend on
+        the number of tokens. To compile one may take seconds."""
         ahead = min(MOST_GUESS_TOKENS, self._step_tokens)
-        for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS if rows >= 16}):
-            self._warm_up_catch_up((ahead, rows, 0))
-        for tokens in CATCH_UPS_AT_START:
+        for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS}):
+            sizes = min(max(rows, PIECES_TOKENS), self._step_tokens), rows, 0
+            self._send_rows(empty_step(), sizes)
+            for long_tokens in range(sizes[0] + 1):
+                self.forward.schedule(sizes, long_tokens)
+            if rows >= 16:
+                self._warm_up_catch_up((ahead, rows, 0))
+        for tokens in (1, *CATCH_UPS_AT_START):
             if tokens <= self._step_tokens:
                 self._warm_up_catch_up((tokens, 1, 0))
 
