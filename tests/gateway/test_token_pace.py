@@ -82,6 +82,13 @@ def test_no_gap_is_longer_than_a_step_without_guesses(
     assert together[int(len(together) * 0.01)] * 1e3 > plain_ms, "without holding, every one is"
 
 
+def test_waits_are_shorter_where_they_end_late() -> None:
+    """The longest gaps are then those that would be the longest on time, and half of what waits are late at most."""
+    steps = list(steps_of(0.006, 1, 0.5, 4000))
+    gaps = gaps_of(released(steps, 0.05, late_s=0.002))
+    assert gaps[int(len(gaps) * 0.99)] < 0.0055
+
+
 @pytest.mark.parametrize("hold_s", [0.0, 0.02, 0.05])
 @pytest.mark.parametrize("chance", [0.3, 0.7, 0.95])
 def test_no_token_is_held_for_long(hold_s: float, chance: float) -> None:
