@@ -346,7 +346,7 @@ def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
     yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16, own)
     yield "advance", partial(draft_pass.advance, index(2), index(2), last, step, step)
     yield "follow", partial(draft_pass.follow, step, (8, 2, 8), 2, step[:2], last, own, step, 2)
-    begun = step, (8, 2, 8), 2, step[:2], last, own, step, 2, 4, 7
+    begun = step, (8, 2, 8), 2, step[:2], last, own, step, 2, 4, 0, 7
     yield "begin masks", partial(parallel_draft.begin, *begun)
     yield "store guesses", partial(parallel_draft.store, index(8), index(8), own, 4)
     yield "keep states", partial(hidden_states.keep, new(9, 4096), index(9), new(32, 3 * 4096), 4096)
