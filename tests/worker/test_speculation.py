@@ -764,7 +764,7 @@ def test_a_plan_gives_guesses_only_free_blocks_and_the_rest_of_the_budget() -> N
 def test_blocks_of_the_next_guesses_are_taken_while_some_are_free(pool: int, guesses: int, blocks: int) -> None:
     """Where guesses are made behind a step, before its results are known, as many as there may be. The answer ends at
     token 18."""
-    planner = Planner(BlockPool(pool), 4, slots=1, step_tokens=9, prefix_cache=True, guesses_alone=True)
+    planner = Planner(BlockPool(pool), 4, slots=1, step_tokens=9, prefix_cache=True, guesses_behind=8)
     planner.add(Planned(job(1, prompt_of(3), max_tokens=15), 1, 4, 64, b""))
     planner.commit(planner.plan().rows[0], [50])
     (row,) = planner.plan(lambda answers, rows: [[9] * guesses]).rows

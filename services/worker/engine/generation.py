@@ -47,6 +47,7 @@ from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Plan, Planner, Row
 from services.worker.planner.sequence import Sequence
 from services.worker.runners.base import AdapterPages, Runner, Sampled, StepResult
+from services.worker.runners.step import MOST_GUESSES
 from services.worker.speculative.speculation import Speculation
 from services.worker.structured.base import Forms
 
@@ -105,7 +106,7 @@ class GenerationEngine:
             options.step_tokens,
             options.prefix_cache,
             options.chunk_tokens,
-            guesses_alone=runner.depth > 1,
+            guesses_behind=MOST_GUESSES if runner.depth > 1 else 0,
             adapter_slots=adapter_pages.slots if adapter_pages is not None else 0,
             stages=options.pipeline_parallel,
         )

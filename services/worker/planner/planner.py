@@ -14,7 +14,6 @@ from services.worker.planner.adapter_slots import AdapterSlots
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.sequence import Sequence
 from services.worker.planner.token_budget import TokenBudget
-from services.worker.runners.step import MOST_GUESSES
 
 # A sequence that was paused this often is not paused again: when it is admitted again it takes all blocks that it can
 # ever need.
@@ -76,18 +75,18 @@ class Planner:
         step_tokens: int,
         prefix_cache: bool,
         chunk_tokens: int | None = None,
-        guesses_alone: bool = False,
+        guesses_behind: int = 0,
         adapter_slots: int = 0,
         stages: int = 1,
     ) -> None:
-        """guesses_alone: a step has no guesses beside prompts, and those of the next step may be made behind it.
-        adapter_slots: adapters that device memory holds. stages: of a pipeline, whose steps in flight share the
-        answers: the first stage needs the value of an answer's last token."""
+        """guesses_behind: guesses of an answer, at most, that may be made behind a step for the next one; then a step
+        has none beside prompts. adapter_slots: adapters that device memory holds. stages: of a pipeline, whose steps in
+        flight share the answers: the first stage needs the value of an answer's last token."""
         if step_tokens < slots:
             raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
         self.pool, self.block_size = pool, block_size
         self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
-        self._guesses_alone, self._stages = guesses_alone, stages
+        self._guesses_behind, self._stages = guesses_behind, stages
         self._token_budget = None if chunk_tokens is None else TokenBudget(chunk_tokens, step_tokens)
         self.adapters = AdapterSlots(adapter_slots)
         self.waiting: list[Sequence] = []
@@ -179,7 +178,7 @@ class Planner:
 
     def may_guess(self) -> bool:
         """Whether the next step may have guesses."""
-        if not self._guesses_alone:
+        if not self._guesses_behind:
             return True
         return not self.waiting and all(
             sequence.computed >= sequence.prefill_end and sequence.guessable for sequence in self.running
@@ -321,8 +320,8 @@ class Planner:
                 continue
             end = sequence.computed + len(guesses)
             needed = sequence.blocks_for(end) - len(sequence.blocks)
-            if self._guesses_alone:
-                next_end = min(end + MOST_GUESSES, max(end, sequence.limit))
+            if self._guesses_behind:
+                next_end = min(end + self._guesses_behind, max(end, sequence.limit))
                 needed = max(needed, min(sequence.blocks_for(next_end) - len(sequence.blocks), spare))
             if needed > 0:
                 sequence.blocks += self.pool.take(needed)

@@ -72,8 +72,8 @@ class _Times:
     """Rows of guesses in the steps that were measured."""
     wait: int = PROBE_STEPS
     """Steps after which a look at guesses is due while none pay."""
-    plain_due: int = _PLAIN_STEPS
-    """The step at which those without guesses are measured again, if guesses pay."""
+    plain_asked: int = 0
+    """The step at which one without guesses was last chosen to measure it, while guesses pay."""
     rests_until: int = 0
     """The step at which the next look is due."""
     pays: bool = False
@@ -154,8 +154,8 @@ class DepthChooser:
         if tried is not None and best < tried:  # Its first step alone made it look too slow.
             times.trials[tried] = times.trials.get(tried, 0) + 1
             return [min(tried, most) for most in room]
-        if best and times.steps >= times.plain_due:
-            times.plain_due = times.steps + _PLAIN_STEPS
+        if best and min(times.age(0), times.steps - times.plain_asked) >= _PLAIN_STEPS:
+            times.plain_asked = times.steps
             return [0] * len(room)
         looked = self._to_measure(times, tokens, best)
         if looked is not None:
