@@ -2,12 +2,13 @@
 
     python -m bench.speculation.mesh [--model random:llama-3.1-8b] [--draft random:pard-llama-3.2-1b]
         [--draft-quantize int4] [--rows 1 4 16 64 256] [--tokens 15000] [--acceptance 0.7 0.5 0.9] [--together 0.7]
-        [--out FOLDER]
+        [--again] [--out FOLDER]
 
 For each number of answers: tokens/s, and the time from one message of an answer to the next at its median and its 99th
 percentile. No answer ends while it is measured, and measuring begins when the worker has settled on a depth. Each
 acceptance has a mesh of its own, whose worker forces it (`bench.speculation.forced_worker`); a mesh without speculation
-runs first. The meshes run one after another on one machine. `--together`: acceptances at which the gateways hold no
+runs first, and with `--again` another one runs last: both show how far meshes differ, and others are compared with
+their mean. The meshes run one after another on one machine. `--together`: acceptances at which the gateways hold no
 tokens back (WEFT_GATEWAY_HOLD_S=0), so that those of a step come together. At an acceptance of 1 guesses are as right
 as they are.
 """
@@ -44,6 +45,7 @@ BEGIN_S = 1.5
 MOST_STREAMS = 32
 """Answers that one client process reads."""
 GATEWAYS = 4
+OFF, AGAIN = "off", "off again"
 COLUMNS = ("tok/s", "tokens a message", "ms p50", "ms p99")
 Cell = dict[str, float]
 Arrival = tuple[float, int]
@@ -128,11 +130,24 @@ async def of_mesh(
             list(pool.map(abs, range(most)))  # All processes are started before anything is measured.
             for count in asked.rows:
                 cell = await asyncio.to_thread(measure, up.gateways, count, asked.tokens, pool)
-                off = found.get(f"off {count}")
-                if off is not None and acceptance is not None:
-                    cell |= {"ratio": cell["tok/s"] / off["tok/s"], "p99 ratio": cell["ms p99"] / off["ms p99"]}
                 found[f"{name} {count}"] = cell
+                compare(found)
                 print(f"{name} {count}: " + ", ".join(f"{key} {value:.4g}" for key, value in cell.items()), flush=True)
+
+
+def plain(found: dict[str, Cell], count: str) -> Cell | None:
+    """The cell of this many answers without speculation: the mean of those that were measured."""
+    cells = [found[name] for name in (f"{OFF} {count}", f"{AGAIN} {count}") if name in found]
+    return {key: statistics.mean(cell[key] for cell in cells) for key in COLUMNS} if cells else None
+
+
+def compare(found: dict[str, Cell]) -> None:
+    """Put into each cell with speculation its tokens/s and its p99 over those without."""
+    for name, cell in found.items():
+        kind, _, count = name.rpartition(" ")
+        off = None if kind in (OFF, AGAIN) else plain(found, count)
+        if off is not None:
+            cell |= {"ratio": cell["tok/s"] / off["tok/s"], "p99 ratio": cell["ms p99"] / off["ms p99"]}
 
 
 def save(out: Path, result: dict[str, Any]) -> None:
@@ -144,7 +159,7 @@ def save(out: Path, result: dict[str, Any]) -> None:
     lines += ["- ms: from one message of an answer to the next", "- in brackets: the same without speculation", ""]
     lines += ["| | tok/s | ratio | tokens a message | ms p50 | ms p99 | p99 ratio |", "|---" * 7 + "|"]
     for name, cell in result["cells"].items():
-        off = result["cells"].get(f"off {name.rpartition(' ')[2]}", {}) if "ratio" in cell else {}
+        off = plain(result["cells"], name.rpartition(" ")[2]) if "ratio" in cell else None
         values = [f"{cell['tok/s']:,.0f}", _ratio(cell, "ratio"), f"{cell['tokens a message']:.2f}"]
         values += [f"{cell[key]:.2f}" + (f" ({off[key]:.2f})" if off else "") for key in ("ms p50", "ms p99")]
         lines.append(f"| {name} | " + " | ".join([*values, _ratio(cell, "p99 ratio")]) + " |")
@@ -174,14 +189,17 @@ async def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--acceptance", type=float, nargs="*", default=[0.7, 0.5, 0.9])
     parser.add_argument("--together", type=float, nargs="*", default=[])
+    parser.add_argument("--again", action="store_true", help="measure without speculation once more at the end")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     asked = parser.parse_args()
     found: dict[str, Cell] = {}
-    await of_mesh(asked, None, False, "off", found)
+    await of_mesh(asked, None, False, OFF, found)
     for acceptance in asked.acceptance:
         await of_mesh(asked, acceptance, False, f"{acceptance}", found)
     for acceptance in asked.together:
         await of_mesh(asked, acceptance, True, f"{acceptance}, together", found)
+    if asked.again:
+        await of_mesh(asked, None, False, AGAIN, found)
     settings = {name: str(value) for name, value in vars(asked).items() if name != "out"}
     save(asked.out, {"machine": machine.describe(), "settings": settings, "cells": found})
     return 0

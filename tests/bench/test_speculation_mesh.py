@@ -29,3 +29,12 @@ def test_the_table_has_each_figure_beside_that_without_speculation(tmp_path: Pat
     assert "| off 1 | 250 |  | 1.00 | 4.00 | 5.00 |  |" in table
     assert "| 0.7 1 | 500 | 2.000 | 1.25 | 2.00 (4.00) | 4.00 (5.00) | 0.800 |" in table
     assert "acceptance 0.7" in (tmp_path / "speculation-mesh.svg").read_text()
+
+
+def test_cells_are_compared_with_the_mean_of_both_meshes_without_speculation() -> None:
+    figures = (200.0, 1.0, 4.0, 5.0), (300.0, 2.0, 2.0, 4.0), (100.0, 1.0, 4.0, 3.0)
+    cells = [dict(zip(mesh.COLUMNS, each, strict=True)) for each in figures]
+    found = dict(zip(("off 1", "0.7 1", "off again 1"), cells, strict=True))
+    mesh.compare(found)
+    assert (found["0.7 1"]["ratio"], found["0.7 1"]["p99 ratio"]) == (2.0, 1.0)
+    assert found["off 1"].keys() == found["off again 1"].keys() == set(mesh.COLUMNS)
