@@ -97,8 +97,8 @@ class DepthChooser:
     """Chooses the depth of each step and cuts the guesses of answers that gain nothing by it."""
 
     def __init__(self, most: int, draft: bool = False) -> None:
-        """most: guesses of a row at most. draft: a draft model guesses. It has some guesses ready behind a step, to
-        catch up has a price, and so has it that tokens come less evenly."""
+        """most: guesses of a row at most. draft: a draft model guesses on a device, where it has some guesses ready
+        behind a step. To catch up has a price there, and so has it that tokens come less evenly."""
         self.most, self._draft = most, draft
         self._first_gain, self._least_gain = (_FIRST_GAIN, _LEAST_GAIN) if draft else (1.0, 1.0)
         self.mean_rate = _FIRST_RATE

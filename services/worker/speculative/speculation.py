@@ -71,7 +71,7 @@ class Speculation:
         self._caught_up = 0
         """Tokens that the draft model computes in this step, if that is more than steady guesses need."""
         self._budget = CatchUpBudget(self._draft_model.most_caught_up) if self._draft_model else CatchUpBudget()
-        self._chooser = DepthChooser(most, draft=self._draft_model is not None)
+        self._chooser = DepthChooser(most, draft=self._draft_model is not None and overlaps)
         self._answers: dict[int, _Answer] = {}
         self._overlaps = overlaps
         self._plain_steps = 0
