@@ -6,11 +6,11 @@
 
 For each number of answers: tokens/s, and the time from one message of an answer to the next at its median and its 99th
 percentile. No answer ends while it is measured, and measuring begins when the worker has settled on a depth. Each
-acceptance has a mesh of its own, whose worker forces it (`bench.speculation.forced_worker`); a mesh without speculation
-runs first, and with `--again` another one runs last: both show how far meshes differ, and others are compared with
-their mean. The meshes run one after another on one machine. `--together`: acceptances at which the gateways hold no
-tokens back (WEFT_GATEWAY_HOLD_S=0), so that those of a step come together. At an acceptance of 1 guesses are as right
-as they are.
+acceptance has a mesh of its own, and the worker of that mesh forces the acceptance (`bench.speculation.forced_worker`).
+A mesh without speculation runs first. With `--again` another one runs last: the two show how far meshes differ, and the
+others are compared with the mean of both. The meshes run one after another on one machine. `--together`: acceptances at
+which the gateways hold no tokens back (WEFT_GATEWAY_HOLD_S=0), so that those of a step come together. At an acceptance
+of 1 guesses are as right as they are.
 """
 
 import argparse

@@ -89,6 +89,15 @@ def test_waits_are_shorter_where_they_end_late() -> None:
     assert gaps[int(len(gaps) * 0.99)] < 0.0055
 
 
+def test_a_pause_of_the_process_shortens_later_waits_by_little() -> None:
+    pace = TokenPace(0.05)
+    for at in (0.0, 0.006, 0.006, 0.012, 0.012):
+        pace.arrived(at)
+    _, wait_s = pace.release(0.012)
+    pace.release(0.012 + wait_s + 1.0)
+    assert 0 < pace._late_s < 0.0001
+
+
 @pytest.mark.parametrize("hold_s", [0.0, 0.02, 0.05])
 @pytest.mark.parametrize("chance", [0.3, 0.7, 0.95])
 def test_no_token_is_held_for_long(hold_s: float, chance: float) -> None:

@@ -15,7 +15,7 @@ _FADING = 1 / 64
 _PART = 0.25
 """How far from the mean time of a token to that of a step the wait grows while nothing is held."""
 _MOST_LATE_S = 0.002
-"""What counts of a wait that ends late: a pause of the process says nothing about others."""
+"""Most lateness of a wait that enters the mean: if the process itself pauses, later waits are not as late."""
 _LEAST_S = 0.001
 """Shortest wait: timers of event loops have milliseconds, and readers need no more messages."""
 
@@ -32,10 +32,8 @@ class TokenPace:
     """When the last step's tokens arrived."""
     _due: float = 0.0
     """When the first held token is to be released."""
-    _waits: bool = False
-    """The last wait is not over, or nothing came up since."""
     _late_s: float = 0.0
-    """By how much waits end late, on average: a busy event loop waits for whole milliseconds, again and again."""
+    """Mean lateness of waits: an event loop rounds the rest of a wait up to milliseconds each time that it wakes."""
     _span_s: float = 0.0
     """Sum of the times between steps; as in the sums of steps and tokens, earlier ones count less."""
     _steps: float = 0.0
@@ -43,8 +41,8 @@ class TokenPace:
 
     def arrived(self, now: float) -> None:
         """A token has arrived. Tokens of the same time are of one step."""
-        if not self.held and now > self._due:
-            self._due, self._waits = now, False
+        if not self.held:
+            self._due = max(self._due, now)
         self.held += 1
         if self._at is not None and now != self._at:
             kept = 1 - _FADING
@@ -57,8 +55,7 @@ class TokenPace:
     def release(self, now: float) -> tuple[int, float]:
         """Releases tokens. Not to be called again before the wait is over. -> how many, and seconds to wait before the
         next ones; 0: all are released, and later ones go on as they arrive."""
-        if self._waits:
-            self._late_s += _FADING * (min(now - self._due, _MOST_LATE_S) - self._late_s)
+        self._late_s += _FADING * (min(now - self._due, _MOST_LATE_S) - self._late_s)
         gap = self._gap_s()
         if gap * self.held <= _LEAST_S:
             count, wait = self.held, 0.0
@@ -66,7 +63,7 @@ class TokenPace:
             count = min(max(int((now - self._due + _LEAST_S) / gap), 1), self.held)
             wait = max(count * gap - self._late_s, _LEAST_S)
         self.held -= count
-        self._due, self._waits = now + wait, wait > 0
+        self._due = now + wait
         return count, wait
 
     def _gap_s(self) -> float:

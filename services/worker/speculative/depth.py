@@ -24,7 +24,7 @@ _ENOUGH_ROWS = 64
 """Rows of guesses that show whether guesses pay: fewer may be wrong by chance."""
 PROBE_STEPS = 128
 """Steps after which a depth is measured again, if it is next to the one that is taken."""
-_PLAIN_STEPS = 4 * PROBE_STEPS
+_PLAIN_EVERY = 4 * PROBE_STEPS
 """Steps after which those without guesses are measured again while guesses pay: longer answers make both slower."""
 _MOST_WAIT = 16 * PROBE_STEPS
 """Steps between two looks at guesses while none pay: the pause doubles with each look in vain up to this."""
@@ -66,7 +66,7 @@ class _Times:
     trials: dict[int, int] = field(default_factory=dict)
     """Choices of each depth to judge it by more than its first step, up to _TRIALS."""
     last: int = 0
-    """The depth of the last step."""
+    """The depth of the last step that was recorded."""
     steps: int = 0
     checked: int = 0
     """Rows of guesses in the steps that were measured."""
@@ -77,7 +77,7 @@ class _Times:
     rests_until: int = 0
     """The step at which the next look is due."""
     pays: bool = False
-    """The last choice was to guess, and no look."""
+    """The last choice was a depth that is known to gain, and no look."""
 
     def on_trial(self, longest: int) -> int | None:
         """The least depth up to `longest` that was measured and not tried often enough to judge it; or None."""
@@ -98,7 +98,7 @@ class DepthChooser:
 
     def __init__(self, most: int, draft: bool = False) -> None:
         """most: guesses of a row at most. draft: a draft model guesses on a device, where it has some guesses ready
-        behind a step. To catch up has a price there, and so has it that tokens come less evenly."""
+        behind a step. It has to gain enough there: catching up takes time, and guesses make tokens come less evenly."""
         self.most, self._draft = most, draft
         self._first_gain, self._least_gain = (_FIRST_GAIN, _LEAST_GAIN) if draft else (1.0, 1.0)
         self.mean_rate = _FIRST_RATE
@@ -154,7 +154,7 @@ class DepthChooser:
         if tried is not None and best < tried:  # Its first step alone made it look too slow.
             times.trials[tried] = times.trials.get(tried, 0) + 1
             return [min(tried, most) for most in room]
-        if best and min(times.age(0), times.steps - times.plain_asked) >= _PLAIN_STEPS:
+        if best and min(times.age(0), times.steps - times.plain_asked) >= _PLAIN_EVERY:
             times.plain_asked = times.steps
             return [0] * len(room)
         looked = self._to_measure(times, tokens, best)
@@ -209,7 +209,7 @@ class DepthChooser:
             return next((near for near in nearby if near < len(tokens) and times.age(near) > PROBE_STEPS), None)
         if times.since_guesses() < times.wait:
             return None
-        # The first guess has a price of its own: a deeper one may pay where it does not.
+        # The first guess of a row costs more than each further one, so that two may pay where one does not.
         return self._fastest(times, tokens, [depth for depth in times.seconds if 0 < depth < len(tokens)] or [1])
 
     def _fastest(self, times: _Times, tokens: Sequence[float], depths: Collection[int]) -> int:
