@@ -241,6 +241,7 @@ async def test_a_queue_that_is_full_anew_has_its_first_requests_read(monkeypatch
 
 async def test_while_the_scheduler_is_behind_every_door_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(unread_submissions, "BURST_S", 0.0)
     monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
     mesh = FakeMesh(http_port=free_port())
     scheduler = mesh.scheduler

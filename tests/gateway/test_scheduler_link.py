@@ -190,6 +190,7 @@ async def test_while_the_scheduler_is_behind_new_jobs_are_refused(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)  # Time passes at any speed here.
+    monkeypatch.setattr(unread_submissions, "BURST_S", 0.0)
     monkeypatch.setattr(adaptive_limit, "_GROWTH_PER_S", 0.0)
     scheduler.hold = scheduler.counts_submissions = True
 
@@ -222,6 +223,7 @@ async def test_another_connection_counts_from_the_beginning(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread_submissions, "BEHIND_S", 0.0)
+    monkeypatch.setattr(unread_submissions, "BURST_S", 0.0)
     scheduler.hold = scheduler.counts_submissions = True
     async with linked(scheduler) as link:
         await asyncio.wait_for(link.models_known.wait(), 10)

@@ -4,19 +4,48 @@ from collections import deque
 
 import pytest
 
-from services.gateway.links.unread_submissions import BEHIND_S, FEW, UnreadSubmissions
+from services.gateway.links.unread_submissions import BEHIND_S, BURST_S, FEW, FEW_OF_A_BURST, UnreadSubmissions
+
+
+def busy() -> UnreadSubmissions:
+    """No burst: one submission is unread, and was sent one second before the time 0."""
+    unread = UnreadSubmissions()
+    unread.sent(-BURST_S)
+    return unread
 
 
 def sent(count: int, at: float = 0.0) -> UnreadSubmissions:
-    """As many submissions, all sent at once."""
-    unread = UnreadSubmissions()
-    for _ in range(count):
+    """As many submissions, all but the first sent at once."""
+    unread = busy()
+    for _ in range(count - 1):
         unread.sent(at)
     return unread
 
 
 def test_nothing_is_refused_before_the_scheduler_counts() -> None:
     assert sent(1000).refusal(9.0) is None
+
+
+def test_clients_that_start_together_are_no_overload_for_a_second() -> None:
+    unread = UnreadSubmissions()
+    for _ in range(FEW_OF_A_BURST - 1):
+        unread.sent(0.0)
+    unread.counted(0, 0.8)
+    assert not unread.limited(0.8)
+    unread.sent(0.8)
+    unread.counted(0, 0.9)
+    assert unread.refusal(0.9) is not None
+    unread.counted(1, 0.95)
+    assert unread.refusal(0.95) is None
+
+
+@pytest.mark.parametrize(("now", "behind"), [(BURST_S - 0.01, False), (BURST_S, True)])
+def test_a_burst_that_is_unread_after_a_second_is_overload(now: float, behind: bool) -> None:
+    unread = UnreadSubmissions()
+    for _ in range(FEW + 1):
+        unread.sent(0.0)
+    unread.counted(1, now)
+    assert unread.limited(now) == behind
 
 
 def test_many_unread_submissions_are_refused_once_they_are_old() -> None:

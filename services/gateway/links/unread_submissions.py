@@ -17,6 +17,10 @@ BEHIND_S = 0.25
 """Time that a submission may wait before the scheduler reads it. Beside busy processes some wait 0.1 s."""
 FEW = 32
 """Unread submissions that are no overload, however old: a slow network delays them, too."""
+FEW_OF_A_BURST = 128
+"""As many in the first second after a rest: clients that start together are no overload of a scheduler that shares its
+processor."""
+BURST_S = 1.0
 STILL_S = 1.0
 """Time without a message of the scheduler, which sends two heartbeats a second, after which it stood still: submissions
 were unread for that, and not because there were too many."""
@@ -32,8 +36,9 @@ class UnreadSubmissions:
         self._sent_at: deque[float] = deque()
         """When each unread one was sent, the oldest first."""
         self._read = 0
-        self._all_read_at = 0.0
+        self._all_read_at = -math.inf
         """Since when none is unread, if so."""
+        self._burst_until = 0.0
         self._counted_at = math.inf
         """When the last message has arrived."""
         self._still_until = 0.0
@@ -45,6 +50,7 @@ class UnreadSubmissions:
         """A job is submitted."""
         if not self._sent_at and now - self._all_read_at > _CALM_S:
             self._limit.forget()
+            self._burst_until = now + BURST_S
         self._sent_at.append(now)
 
     def counted(self, read: int, now: float) -> None:
@@ -59,7 +65,7 @@ class UnreadSubmissions:
         (since, before), recent = self._marks
         if now - recent[0] >= BEHIND_S:
             self._marks = recent, (now, self._read)
-        behind = len(self._sent_at) >= FEW and now - max(self._sent_at[0], self._still_until) > BEHIND_S
+        behind = len(self._sent_at) >= self._few(now) and now - max(self._sent_at[0], self._still_until) > BEHIND_S
         if behind and not self._limit.lowered_within(BEHIND_S, now):  # What a lower limit changes is read later.
             self._limit.lower((self._read - before) / (now - since) * BEHIND_S, now)
 
@@ -76,7 +82,11 @@ class UnreadSubmissions:
         return scheduler_overloaded() if len(self._sent_at) >= self._most(now) else None
 
     def _most(self, now: float) -> float:
-        return max(FEW, self._limit.most(now))
+        return max(self._few(now), self._limit.most(now))
+
+    def _few(self, now: float) -> int:
+        """Unread submissions that are no overload."""
+        return FEW_OF_A_BURST if now < self._burst_until else FEW
 
 
 def scheduler_overloaded() -> WeftError:
