@@ -119,6 +119,10 @@ bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draf
 bench-speculation-mesh: ## Times between tokens as a mesh's clients receive them, with guesses and without, on this machine's GPU: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
 	@$(GPU_PYTHON) -m bench.speculation.mesh $(ARGUMENTS)
 
+.PHONY: bench-speculation-simulated
+bench-speculation-simulated: set-up ## The choice of depths and the pace of tokens on a counted clock, no GPU: ARGUMENTS="--acceptance 0.5 --rows 16".
+	@$(BIN)/python -m bench.speculation.simulated $(ARGUMENTS)
+
 bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU: ARGUMENTS="--heads out/heads".
 	@$(BIN)/python -m bench.speculation.demo $(ARGUMENTS)
 
