@@ -26,7 +26,7 @@ class Rounding(Protocol):
         """Bytes of the rounded contents of a block."""
 
     def round(self, contents: bytes, /) -> bytes:
-        """From the pool's format to fp8."""
+        """From the pool's format to fp8; also those of some layers alone."""
 
     def expand(self, rounded: bytes, /) -> bytes:
         """From fp8 to the pool's format. Raises FrameError for what `round` has not made of finite numbers."""
@@ -47,16 +47,24 @@ def pieces_of(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
         yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))
 
 
-def seal_block(key: bytes, layout: bytes, contents: bytes, secret: bytes, rounding: Rounding | None) -> bytes:
-    """The frame in which the contents of a block travel to another worker. rounding: rounds them first."""
-    if rounding is None:
-        return frames.seal(frames.Kind.BLOCK, key + layout, contents, secret)
-    return frames.seal(frames.Kind.BLOCK, key + layout + _ROUNDED, rounding.round(contents), secret)
+def seal_block(
+    key: bytes, layout: bytes, contents: bytes, secret: bytes, rounding: Rounding | None, offset: int = 0
+) -> bytes:
+    """The frame in which the contents of a block from `offset` on travel to another worker. rounding: rounds them
+    first."""
+    name = _name(key, layout, rounding, offset)
+    return frames.seal(frames.Kind.BLOCK, name, rounding.round(contents) if rounding else contents, secret)
 
 
-def unseal_block(key: bytes, layout: bytes, frame: bytes, secret: bytes, rounding: Rounding | None) -> bytes:
-    """The contents in the pool's format. Raises FrameError unless `seal_block` made the frame of such contents, with a
-    rounding where one is given."""
-    if rounding is None:
-        return frames.unseal(frames.Kind.BLOCK, key + layout, frame, secret)
-    return rounding.expand(frames.unseal(frames.Kind.BLOCK, key + layout + _ROUNDED, frame, secret))
+def unseal_block(
+    key: bytes, layout: bytes, frame: bytes, secret: bytes, rounding: Rounding | None, offset: int = 0
+) -> bytes:
+    """The contents in the pool's format. Raises FrameError unless `seal_block` made the frame of such contents, from
+    this offset on, and with a rounding where one is given."""
+    contents = frames.unseal(frames.Kind.BLOCK, _name(key, layout, rounding, offset), frame, secret)
+    return rounding.expand(contents) if rounding else contents
+
+
+def _name(key: bytes, layout: bytes, rounding: Rounding | None, offset: int) -> bytes:
+    """What a frame is sealed with, so that none is taken for one of another block, part or format."""
+    return key + layout + (b"+%d" % offset if offset else b"") + (_ROUNDED if rounding else b"")

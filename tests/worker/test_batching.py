@@ -89,6 +89,24 @@ def test_a_prefix_of_several_waiting_jobs_is_computed_once() -> None:
     assert stage.batch.running[1].cached_tokens == 20
 
 
+def test_the_blocks_that_a_step_makes_whole_are_known_while_it_runs() -> None:
+    stage = Stage(step_tokens=16)
+    first, second = stage.add(list(range(22))), stage.add(list(range(50, 80)))
+    keys, others = first.keys.first(5), second.keys.first(7)
+    assert stage.batch.computing(keys) == []
+    plan = stage.batch.plan()
+    assert stage.batch.computing(keys) == first.blocks[:4]
+    assert stage.batch.computing([*keys[1:3], *others]) == first.blocks[1:3]
+    assert stage.batch.computing(others) == []
+    for row in plan.rows:
+        stage.batch.commit(row, [])
+    stage.batch.publish()
+    assert stage.batch.computing(keys) == []
+    assert shares(stage.batch.plan()) == [(1, 6, True), (2, 10, False)]
+    assert stage.batch.computing(keys[4:]) == first.blocks[4:5]
+    assert stage.batch.computing(others) == second.blocks[:2]
+
+
 def test_jobs_that_wait_for_a_leader_continue_when_it_ends() -> None:
     stage = Stage(step_tokens=8)
     leader = stage.add(list(range(20)))

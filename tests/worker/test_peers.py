@@ -1,6 +1,7 @@
 """Blocks that travel from worker to worker, over a real socket: whole, checked, and only where that is faster."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,25 +21,36 @@ from services.worker.engine.base import BlockRead
 from services.worker.engine.block_reads import BlockReads
 from services.worker.kvcache import peer_tier
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
+from services.worker.kvcache.pool import LayersComputed
 from services.worker.kvcache.tiers import BlockRequest, Contents
 from services.worker.planner.block_pool import BlockPool
 from services.worker.service.block_sender import BlockEngine, BlockSender
 
-BLOCK_BYTES = 1_500_000
+BLOCK_BYTES, LAYERS = 1_500_000, 4
 """More than one message."""
+LAYER_BYTES = BLOCK_BYTES // LAYERS
 KEYS = [digest(bytes([number])) for number in range(8)]
 SECRET = b"s" * 32
 
 
 def content(block: int) -> bytes:
-    return bytes([block]) * BLOCK_BYTES
+    return b"".join(bytes([16 * layer + block]) * LAYER_BYTES for layer in range(LAYERS))
 
 
 class FakePool:
-    """A `KvPool` whose blocks hold their own number."""
+    """A `LayeredPool` whose blocks hold their own number and that of each layer."""
 
     block_bytes = BLOCK_BYTES
     host_block_s = 0.0
+    broken = False
+    """The step that computes the layers will fail."""
+
+    def on_layers(self, call: LayersComputed) -> None:
+        self.call = call
+
+    def read_layers(self, blocks: list[int], begin: int, end: int) -> list[bytes]:
+        size = LAYER_BYTES * (end - begin)
+        return [bytes(size) if self.broken else content(block)[LAYER_BYTES * begin :][:size] for block in blocks]
 
     def scrub(self, blocks: list[int]) -> None:
         raise AssertionError
@@ -59,9 +71,11 @@ class FakeEngine:
     block_layout = "a layout"
 
     def __init__(self) -> None:
-        self.pool = BlockPool(len(KEYS))
+        self.pool, self.kv = BlockPool(len(KEYS)), FakePool()
         self._wake, self._stop = threading.Event(), False
-        self.reads = BlockReads(self.pool, FakePool(), self._wake.set)
+        self.reads = BlockReads(self.pool, self.kv, self._wake.set, self._computing)
+        self.step: dict[bytes, int] = {}
+        """The blocks of the step."""
         self._due: list[Callable[[], object]] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -70,14 +84,34 @@ class FakeEngine:
         """Makes the next blocks findable."""
 
         def publish() -> None:
+            self.step.clear()
             for block in self.pool.take(count):
                 self.pool.publish(block, KEYS[block - 1])
                 self.pool.release([block])
 
+        self._do(publish)
+
+    def begin(self, *blocks: int, broken: bool = False) -> None:
+        """Begins a step for these blocks."""
+
+        def begin() -> None:
+            self.reads.step_begins()
+            self.kv.broken, self.step = broken, {KEYS[block - 1]: block for block in blocks}
+
+        self._do(begin)
+
+    def layers(self, computed: int) -> None:
+        """So many layers of the step are computed."""
+        self._do(lambda: self.kv.call(computed, LAYERS))
+
+    def _do(self, call: Callable[[], object]) -> None:
         done = threading.Event()
-        self._due += [publish, done.set]
+        self._due += [call, done.set]
         self._wake.set()
         assert done.wait(20)
+
+    def _computing(self, keys: Sequence[bytes]) -> list[int]:
+        return [self.step[key] for key in itertools.takewhile(self.step.__contains__, keys)]
 
     def read_blocks(self, read: BlockRead) -> None:
         self.reads.add(read)
@@ -123,6 +157,23 @@ class Scene:
     peers: PeerStores
     address: str
     came: list[Contents] = field(default_factory=list)
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """The place of each block of which a part was sent, and where in its contents the part began, in layers."""
+
+    def __post_init__(self) -> None:
+        self.service.damage = self._record
+
+    def _record(self, response: mesh.ReadBlocksResponse) -> None:
+        begun = response.offset // LAYER_BYTES
+        self.parts += [(piece.index, begun) for piece in response.pieces if piece.last]
+
+    async def sends(self, *parts: tuple[int, int]) -> None:
+        """Waits until these parts alone were sent since the last call."""
+        async with asyncio.timeout(20):
+            while len(self.parts) < len(parts):  # noqa: ASYNC110 - each message changes it
+                await asyncio.sleep(0.005)
+        assert self.parts == list(parts)
+        self.parts.clear()
 
     @property
     def store(self) -> PeerStore:
@@ -189,22 +240,105 @@ async def test_blocks_follow_their_computation(scene: Scene) -> None:
     assert scene.came == [content(block) for block in range(1, 9)]
 
 
+async def asked(scene: Scene) -> asyncio.Event:
+    """Asks for all blocks; the engine has the request. -> an event for its end."""
+    await scene.store._measure()
+    scene.parts.clear()
+    _, ended = scene.ask(follow=True)
+    async with asyncio.timeout(20):
+        while not scene.engine.reads._reads:  # noqa: ASYNC110 - another thread changes it
+            await asyncio.sleep(0.005)
+    return ended
+
+
+async def test_layers_come_while_the_others_are_computed(scene: Scene) -> None:
+    ended = await asked(scene)
+    scene.engine.begin(1, 2)
+    scene.engine.layers(1)
+    await scene.sends((0, 0), (1, 0))
+    scene.engine.layers(3)
+    await scene.sends((0, 1), (1, 1))
+    assert not scene.came
+    scene.engine.compute(2)
+    await scene.sends((0, 3), (1, 3))
+    scene.engine.begin(3)
+    scene.engine.layers(2)
+    await scene.sends((2, 0))
+    scene.engine.compute(6)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert scene.parts == [(2, 2), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)]
+    assert scene.came == [content(block) for block in range(1, 9)]
+    assert scene.peers.received["grpc"] == scene.service.sender.sent == 8
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+async def test_parts_of_a_step_that_failed_are_void(scene: Scene, recomputed: bool) -> None:
+    """The same blocks are computed again, by a step of which parts are read or of which none are."""
+    ended = await asked(scene)
+    scene.engine.begin(1, 2, broken=True)
+    scene.engine.layers(2)
+    await scene.sends((0, 0), (1, 0))
+    scene.engine.begin(1, 2)
+    if recomputed:
+        scene.engine.layers(1)
+        await scene.sends((0, 0), (1, 0))
+    scene.engine.compute(8)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert scene.came == [content(block) for block in range(1, 9)]
+
+
+async def test_no_more_is_read_ahead_than_is_sent_soon(scene: Scene) -> None:
+    ended = await asked(scene)
+    scene.engine.begin(*range(1, 9))
+    scene.engine.layers(1)
+    await scene.sends(*((place, 0) for place in range(5)))  # 5 of these layers are 2 MB.
+    scene.engine.layers(3)
+    scene.engine.compute(8)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert scene.parts == [*((place, 1) for place in range(5)), (5, 0), (6, 0), (7, 0)]
+    assert scene.came == [content(block) for block in range(1, 9)]
+
+
+async def test_a_worker_that_takes_no_parts_gets_whole_blocks(scene: Scene) -> None:
+    blocks = cache.BlockList(keys=b"".join(KEYS), layout=b"a layout")
+    sending = scene.service.sender.send(mesh.ReadBlocksRequest(blocks=blocks, follow=True))
+    first = asyncio.ensure_future(anext(sending))
+    async with asyncio.timeout(20):
+        while not scene.engine.reads._reads:  # noqa: ASYNC110 - another thread changes it
+            await asyncio.sleep(0.005)
+    scene.engine.begin(1, 2)
+    scene.engine.layers(1)
+    scene.engine.compute(8)
+    responses = [await first] + [response async for response in sending]
+    assert not any(response.offset for response in responses)
+    assert sum(len(piece.data) for response in responses for piece in response.pieces) > 8 * BLOCK_BYTES
+
+
 async def test_blocks_that_are_not_there_are_not_waited_for(scene: Scene) -> None:
     scene.engine.compute(3)
     assert await scene.fetch() == 3
 
 
 def _flip(response: mesh.ReadBlocksResponse) -> None:
-    if response.pieces[0].index == 2 and response.pieces[0].last:
-        response.pieces[0].data = bytes([response.pieces[0].data[0] ^ 1]) + response.pieces[0].data[1:]
+    for piece in response.pieces:
+        if piece.index == 2 and piece.last:
+            piece.data = bytes([piece.data[0] ^ 1]) + piece.data[1:]
 
 
 def _skip(response: mesh.ReadBlocksResponse) -> None:
+    for piece in response.pieces:
+        piece.index += piece.index >= 2
+
+
+def _move(response: mesh.ReadBlocksResponse) -> None:
     if response.pieces[0].index >= 2:
-        response.pieces[0].index += 1
+        response.offset += LAYER_BYTES
 
 
-@pytest.mark.parametrize("damage", [_flip, _skip])
+@pytest.mark.parametrize("damage", [_flip, _skip, _move])
 async def test_a_wrong_block_ends_the_fetch(scene: Scene, damage: Callable[[mesh.ReadBlocksResponse], None]) -> None:
     scene.engine.compute(8)
     scene.service.damage = damage

@@ -1,10 +1,12 @@
 """Blocks are fetched from another worker where that is faster than computing them, and not where it is slower.
 
 Two real engines, a real socket and a shaped link between them. `python -m tests.worker.test_slow_links` prints the
-tables of bench/ledger/0210-handoff-over-slow-links.md and bench/ledger/0325-fp8-on-the-wire.md.
+tables of bench/ledger/0210-handoff-over-slow-links.md and bench/ledger/0325-fp8-on-the-wire.md, with the argument
+`parts` that of bench/ledger/0387-layers-on-the-way.md.
 """
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +31,7 @@ from services.worker.service.block_sender import BlockSender
 from tests.checkpoints import Shape, make_checkpoint
 from tests.faults.proxy import Proxy
 from tests.ports import free_port
-from tests.worker.drive import job, open_engine, prompt_of
+from tests.worker.drive import decoder_of, job, open_engine, prompt_of
 from tests.worker.test_peers import Service
 from tests.worker.test_tiers import slow_prefill
 from weft.launch.demo_model import model_folder
@@ -97,9 +99,16 @@ class Handoff:
 class Pair:
     """A worker for prompts and one for answers, with a shaped link from the first to the second."""
 
-    def __init__(self, first: Running, second: Running, peers: PeerStores, proxy: Proxy) -> None:
-        self.first, self.second, self.peers, self.proxy = first, second, peers, proxy
+    def __init__(self, first: Running, second: Running, peers: PeerStores, proxy: Proxy, service: Service) -> None:
+        self.first, self.second, self.peers, self.proxy, self.service = first, second, peers, proxy, service
         self._key = 0
+
+    def contents(self, running: Running) -> list[bytes]:
+        """Those of the blocks of the last prompt, as a worker has them."""
+        engine, prompt = running.engine, prompt_of(TOKENS, seed=self._key)
+        assert engine.runner.kv is not None
+        keys = block_keys(prompt, engine.options.block_size, chain_root(b"", adapted(FINGERPRINT, b"")))
+        return engine.runner.kv.read(engine.planner.pool.match(keys))
 
     @property
     def rate(self) -> float:
@@ -159,7 +168,7 @@ async def pair(folder: Path, **options: Any) -> AsyncIterator[Pair]:
     engines[1].use_peers(peers.at)
     async with Proxy(free_port(), server.port) as proxy:
         with Running(engines[0]) as first, Running(engines[1]) as second:
-            made = Pair(first, second, peers, proxy)
+            made = Pair(first, second, peers, proxy, service)
             for _ in range(2):
                 await made.run(fetches=False, tokens=256)
             yield made
@@ -204,6 +213,23 @@ async def test_between_the_two_break_evens_only_blocks_in_fp8_are_fetched(fetch_
             assert done.fetched_tokens >= TOKENS - 16
             assert done.computed_tokens <= 17
             assert workers.peers.received.keys() == {"grpc_fp8"}
+
+
+@pytest.mark.parametrize("fetch_dtype", ["auto", "fp8"])
+async def test_layers_of_a_prompt_of_one_step_travel_while_it_is_computed(fetch_dtype: str) -> None:
+    offsets = set[int]()
+    async with pair(model_folder(), step_tokens=TOKENS, fetch_dtype=fetch_dtype) as workers:
+        slow_prefill(workers.second.engine, rate=50.0)
+        await workers.measure()
+        workers.service.damage = lambda response: offsets.add(response.offset)
+        done = await workers.run()
+        assert done.fetched_tokens >= TOKENS - 16
+        assert len(offsets) > 1
+        sent, received = workers.contents(workers.first), workers.contents(workers.second)
+        if (rounding := workers.peers.rounding) is not None:
+            sent = [rounding.expand(rounding.round(each)) for each in sent]
+        fetched = done.fetched_tokens // 16
+        assert received[:fetched] == sent[:fetched]
 
 
 # ---- the table ----
@@ -259,7 +285,37 @@ async def _row(name: str, workers: Pair, mbit: int, rounds: int) -> str:
     return f"| {name} | {workers.token_bytes:.0f} | {mbit} | {even:.0f} | {share:.0%} | {gaps} |"
 
 
+async def parts_table(rounds: int = 3) -> None:
+    """Prints the shortest gaps with blocks in parts, and whole, for prompts of ten steps and of one."""
+    print(
+        "| on the link | tokens of a step | Mbit/s | gap ms: in parts | whole | computed |\n|---|---|---|---|---|---|"
+    )
+    for fetch_dtype in ("auto", "fp8"):
+        for step_tokens in (64, TOKENS):
+            async with pair(model_folder(), step_tokens=step_tokens, fetch_dtype=fetch_dtype) as workers:
+                for mbit in (20, 50, 100, 1000):
+                    workers.shape(mbit * MBIT_S)
+                    await workers.measure()
+                    gaps = " | ".join([f"{1e3 * gap:.0f}" for gap in await _gaps(workers, rounds)])
+                    print(f"| {fetch_dtype} | {step_tokens} | {mbit} | {gaps} |", flush=True)
+
+
+async def _gaps(workers: Pair, rounds: int) -> tuple[float, float, float]:
+    parts, whole, computed = [], [], []
+    for _ in range(rounds):
+        with patience(workers):
+            parts.append((await workers.run()).seconds)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(decoder_of(workers.first.engine).model, "between_layers", None)
+                whole.append((await workers.run()).seconds)
+        computed.append((await workers.run(fetches=False)).seconds)
+    return min(parts), min(whole), min(computed)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with TemporaryDirectory() as place:
-        asyncio.run(table(Path(place)))
+    if sys.argv[1:] == ["parts"]:
+        asyncio.run(parts_table())
+    else:
+        with TemporaryDirectory() as place:
+            asyncio.run(table(Path(place)))

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.job import Job, Stats, StepOutput
@@ -18,20 +19,40 @@ CLASSIFY = "classify"
 """The capability of scoring the labels of a text."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """Contents of a block, or of some of its layers."""
+
+    index: int
+    """The block's place in the request."""
+    offset: int
+    """Bytes of the block's contents before these: earlier parts had them."""
+    contents: bytes
+    ends: bool
+    """The block is whole now."""
+
+
 class BlockRead:
     """A request of another worker for contents of blocks that the engine has, in order.
 
     The engine's thread reads a few blocks at a time, and only while little of what it read waits to be sent.
     """
 
-    def __init__(self, keys: Sequence[bytes], follow: bool, answer: Callable[[Sequence[bytes] | None], object]) -> None:
-        """follow: wait for blocks that are not computed yet. answer: called from the engine's thread with the next
-        contents, and with None when no more will come."""
-        self.keys, self.follow, self.answer = keys, follow, answer
-        self.read = 0
-        """Blocks that were read. The engine's thread writes it."""
-        self.sent = 0
-        """Blocks that were sent since. Its caller writes it."""
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        follow: bool,
+        answer: Callable[[Sequence[BlockPart] | None], object],
+        in_parts: bool = False,
+    ) -> None:
+        """follow: wait for blocks that are not computed yet. in_parts: some contents may come while the rest of their
+        block is computed. answer: called from the engine's thread with the next contents, and with None when no more
+        will come."""
+        self.keys, self.follow, self.answer, self.in_parts = keys, follow, answer, in_parts
+        self.read_bytes = 0
+        """Bytes of contents that were read. The engine's thread writes it."""
+        self.sent_bytes = 0
+        """Bytes that were sent since. Its caller writes it."""
         self.cancelled = False
         """No client waits for the answer any more. Its caller writes it."""
 

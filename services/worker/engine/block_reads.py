@@ -1,20 +1,46 @@
 """Reads contents of blocks for other workers, a few at a time, also of prompts that are still being computed.
 
+Where layers are computed one after another, their part of a block is read before the block is whole.
+
 Runs on the engine's thread. Knows keys and bytes, not who asks or how they are sent.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from services.worker.engine.base import BlockRead
-from services.worker.kvcache.pool import KvPool
+from services.worker.engine.base import BlockPart, BlockRead
+from services.worker.kvcache.pool import KvPool, LayeredPool
 from services.worker.planner.block_pool import BlockPool
 
 FOLLOW_S = 5.0
 """Seconds that a request waits for its next block to be computed."""
+PARTS = 4
+"""Parts in which the blocks of a step are read."""
 _READ_BYTES = 2 << 20  # in one step and for one request: copying them takes about a millisecond
 _AHEAD_BYTES = 4 << 20  # read for a request and not sent yet
+
+Computing = Callable[[Sequence[bytes]], list[int]]
+"""Keys of blocks -> the blocks that the step computes for the first of them."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a request is answered."""
+
+    until: float
+    """How long it waits for its next block."""
+    blocks: int = 0
+    """Blocks that were read."""
+    begun: tuple[int, ...] = ()
+    """The next blocks of which a part was read."""
+    layers: int = 0
+    """Layers in that part."""
+
+    def forget(self) -> None:
+        """Blocks that were begun are read from their beginning again."""
+        self.begun, self.layers = (), 0
 
 
 class BlockReads:
@@ -25,13 +51,18 @@ class BlockReads:
         pool: BlockPool,
         kv: KvPool | None,
         wake: Callable[[], None],
+        computing: Computing = lambda keys: [],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """kv: None if blocks have no contents. wake() makes the engine call `serve`."""
         self._pool, self._kv, self._wake, self._clock = pool, kv, wake, clock
+        self._computing = computing
         self._new: deque[BlockRead] = deque()
-        self._reads: dict[BlockRead, float] = {}
-        """Each with the time until which it waits for its next block."""
+        self._reads: dict[BlockRead, _Progress] = {}
+        self._layers = 1
+        """Layers of the model, once some were computed alone."""
+        if isinstance(kv, LayeredPool):
+            kv.on_layers(self._layers_computed)
 
     def add(self, read: BlockRead) -> None:
         """Answer this request."""
@@ -48,31 +79,82 @@ class BlockReads:
         if not self._new and not self._reads:
             return False
         now = self._clock()
-        while self._new:
-            self._reads[self._new.popleft()] = now + FOLLOW_S
+        self._take_new(now)
         more = False
-        for read, until in list(self._reads.items()):
-            more |= self._serve(read, until, now)
+        for read, progress in list(self._reads.items()):
+            more |= self._serve(read, progress, now)
         return more
 
-    def _serve(self, read: BlockRead, until: float, now: float) -> bool:
+    def step_begins(self) -> None:
+        """Parts of blocks that the step before has not made whole are void."""
+        for read, progress in self._reads.items():
+            if progress.begun and not self._pool.match(read.keys[progress.blocks : progress.blocks + 1]):
+                progress.forget()
+
+    def _take_new(self, now: float) -> None:
+        while self._new:
+            self._reads[self._new.popleft()] = _Progress(now + FOLLOW_S)
+
+    def _serve(self, read: BlockRead, progress: _Progress, now: float) -> bool:
         if self._kv is None or read.cancelled:
             self._end(read)
             return False
-        size = self._kv.block_bytes
-        room = min(_READ_BYTES, _AHEAD_BYTES - (read.read - read.sent) * size) // size
-        if room <= 0 and read.read > read.sent:
+        size, ahead = self._kv.block_bytes, read.read_bytes - read.sent_bytes
+        room = min(_READ_BYTES, _AHEAD_BYTES - ahead) // size
+        if room <= 0 and ahead > 0:
             return False  # Its caller wakes the engine when some are sent.
-        found = self._pool.match(read.keys[read.read : read.read + max(room, 1)])
+        found = self._pool.match(read.keys[progress.blocks : progress.blocks + max(room, 1)])
         if found:
             self._pool.touch(found)
-            self._reads[read] = now + FOLLOW_S
-            read.read += len(found)
-            read.answer(self._kv.read(found))
-        if read.read == len(read.keys) or (not found and (not read.follow or now > until)):
+            progress.until = now + FOLLOW_S
+            self._answer(read, progress, found, self._kv.read(found))
+        if progress.blocks == len(read.keys) or (not found and (not read.follow or now > progress.until)):
             self._end(read)
             return False
         return bool(found)
+
+    def _answer(self, read: BlockRead, progress: _Progress, found: list[int], contents: list[bytes]) -> None:
+        """Pass on what was not read of these blocks."""
+        parts = []
+        for place, (block, whole) in enumerate(zip(found, contents, strict=True)):
+            begun = place < len(progress.begun) and progress.begun[place] == block
+            offset = len(whole) // self._layers * progress.layers if begun else 0
+            parts.append(BlockPart(progress.blocks + place, offset, whole[offset:], ends=True))
+        progress.blocks += len(found)
+        progress.begun = progress.begun[len(found) :]
+        if not progress.begun:
+            progress.layers = 0
+        self._pass_on(read, parts)
+
+    def _layers_computed(self, computed: int, layers: int) -> None:
+        """Read these layers of the blocks of the step for the requests that wait for them."""
+        if (not self._new and not self._reads) or not computed or computed % max(layers // PARTS, 1):
+            return
+        self._layers = layers
+        self._take_new(self._clock())
+        for read, progress in self._reads.items():
+            if read.in_parts and read.follow and not read.cancelled:
+                self._read_layers(read, progress, computed)
+
+    def _read_layers(self, read: BlockRead, progress: _Progress, computed: int) -> None:
+        assert isinstance(self._kv, LayeredPool), "its layers are not computed alone"
+        blocks = self._computing(read.keys[progress.blocks :])
+        if not blocks:
+            return
+        layer_bytes = self._kv.block_bytes // self._layers
+        offset, size = layer_bytes * progress.layers, layer_bytes * (computed - progress.layers)
+        room = min(_READ_BYTES, _AHEAD_BYTES - (read.read_bytes - read.sent_bytes))
+        count = len(progress.begun) or min(len(blocks), room // size)
+        if not 0 < count <= min(len(blocks), room // size):
+            return
+        contents = self._kv.read_layers(blocks[:count], progress.layers, computed)
+        progress.begun, progress.layers = tuple(blocks[:count]), computed
+        first = progress.blocks
+        self._pass_on(read, [BlockPart(first + n, offset, each, ends=False) for n, each in enumerate(contents)])
+
+    def _pass_on(self, read: BlockRead, parts: list[BlockPart]) -> None:
+        read.read_bytes += sum(len(part.contents) for part in parts)
+        read.answer(parts)
 
     def _end(self, read: BlockRead) -> None:
         del self._reads[read]

@@ -130,7 +130,7 @@ class GenerationEngine:
             self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake,
             lambda blocks: self.speculation.overwritten(blocks) if self.speculation else None,
         )  # fmt: skip
-        self._reads = BlockReads(self.planner.pool, runner.kv, self.inbox.wake)
+        self._reads = BlockReads(self.planner.pool, runner.kv, self.inbox.wake, self.planner.computing)
         self._loans = BlockLoans(self.planner.pool, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
@@ -393,6 +393,7 @@ class GenerationEngine:
             self.profiler.enter("packing")
             words = packing.pack(edits, rows)
             self.profiler.enter("launch")
+            self._reads.step_begins()
             handle = self.runner.launch(words)
         except Exception as error:
             if len(rows) == 1:

@@ -3,7 +3,7 @@
 It therefore rounds blocks of several ranks in the same way. Each number in fp8 has an exponent of its own, so it
 matters little which numbers share a scale, as long as the largest one fits.
 
-    C numbers of a block    G groups of 64 numbers, the last one filled up with zeros
+    C numbers of a block, or of some of its layers    G groups of 64 numbers, the last one filled up with zeros
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _ROUNDED_UP = 17 / 16
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rounding:
-    """A `Rounding`. A rounded block is an exponent for each group, int8 [G], and then its numbers, float8_e4m3fn [C],
+    """A `Rounding`. Rounded contents are an exponent for each group, int8 [G], and then its numbers, float8_e4m3fn [C],
     each divided by 2 to the power of its group's exponent.
 
     Powers of two keep the numbers' bits: what was rounded before is not changed again, and expands without an error in
@@ -41,32 +41,39 @@ class Fp8Rounding:
     @property
     def rounded_bytes(self) -> int:
         """Bytes of the rounded contents of a block."""
-        return -(-self.numbers // GROUP) + self.numbers
+        return _rounded_bytes(self.numbers)
 
     def round(self, contents: bytes) -> bytes:
         """From the pool's format to fp8: a number changes by at most 1/16, or 2^-17 of the largest one of its group."""
-        groups_GX = self._groups(torch.frombuffer(bytearray(contents), dtype=self.dtype).float())
+        numbers = torch.frombuffer(bytearray(contents), dtype=self.dtype).float()
+        groups_GX = _groups(numbers)
         largest_G = groups_GX.abs().amax(1).clamp(_SMALLEST)
         exponents_G = torch.log2(largest_G * (1 / LARGEST[FP8])).ceil().nan_to_num(127).clamp(max=127)
         scaled_GX = groups_GX * torch.exp2(-exponents_G)[:, None]
-        return _bytes(exponents_G.to(torch.int8)) + _bytes(scaled_GX.flatten()[: self.numbers].to(FP8))
+        return _bytes(exponents_G.to(torch.int8)) + _bytes(scaled_GX.flatten()[: len(numbers)].to(FP8))
 
     def expand(self, rounded: bytes) -> bytes:
         """From fp8 to the pool's format. Raises FrameError for what `round` has not made of finite numbers."""
-        if len(rounded) != self.rounded_bytes:
+        count = len(rounded) * GROUP // (GROUP + 1)
+        if not 0 < len(rounded) == _rounded_bytes(count) <= self.rounded_bytes:
             raise FrameError("a rounded block of another size")
         received = torch.frombuffer(bytearray(rounded), dtype=torch.uint8)
-        exponents_G = received[: -self.numbers].view(torch.int8)
-        groups_GX = self._groups(received[-self.numbers :].view(FP8).float())
-        numbers = (groups_GX * torch.exp2(exponents_G.float())[:, None]).flatten()[: self.numbers]
+        exponents_G = received[:-count].view(torch.int8)
+        groups_GX = _groups(received[-count:].view(FP8).float())
+        numbers = (groups_GX * torch.exp2(exponents_G.float())[:, None]).flatten()[:count]
         limit = torch.finfo(self.dtype).max
         if not float(numbers.abs().amax()) <= _ROUNDED_UP * limit:  # True of NaN, too
             raise FrameError("numbers or scales that no pool has")
         return _bytes(numbers.clamp_(-limit, limit).to(self.dtype))
 
-    def _groups(self, numbers: Tensor) -> Tensor:
-        """[C] as [G, 64]."""
-        return pad(numbers, (0, -self.numbers % GROUP)).view(-1, GROUP)
+
+def _rounded_bytes(numbers: int) -> int:
+    return -(-numbers // GROUP) + numbers
+
+
+def _groups(numbers: Tensor) -> Tensor:
+    """[C] as [G, 64]."""
+    return pad(numbers, (0, -len(numbers) % GROUP)).view(-1, GROUP)
 
 
 def rounding_of(dtype: str, block_bytes: int) -> Fp8Rounding | None:

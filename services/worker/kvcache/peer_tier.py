@@ -130,18 +130,16 @@ class PeerStore:
         """Pass on the contents as they arrive. -> the outcome."""
         blocks = _Frames(request.keys, self._peers)
         listed = cache.BlockList(keys=b"".join(request.keys), layout=self._peers.layout)
-        wanted = mesh.ReadBlocksRequest(blocks=listed, follow=request.follow, format=self._peers.format)
+        wanted = mesh.ReadBlocksRequest(blocks=listed, follow=request.follow, format=self._peers.format, in_parts=True)
         call = self._stub().ReadBlocks(wanted, metadata=self._peers.metadata)
         flow = _Flow(self._wire)
         try:
             async for response in call:
                 flow.arrived(sum(len(piece.data) for piece in response.pieces), response.more)
                 self._rounds = response.format == mesh.BLOCK_FORMAT_FP8
-                for piece in response.pieces:
-                    contents = await blocks.add(piece, response.format)
-                    if contents is not None:
-                        self._peers.received["grpc_fp8" if self._rounds else "grpc"] += 1
-                        request.answer(request, [contents])
+                if contents := await blocks.add(response):
+                    self._peers.received["grpc_fp8" if self._rounds else "grpc"] += len(contents)
+                    request.answer(request, contents)
                 if request.abandoned:
                     return "abandoned"
         except frames.FrameError:
@@ -259,27 +257,56 @@ class PeerStores:
 
 
 class _Frames:
-    """Joins pieces to frames, as they arrive in order, checks them, and expands what is rounded."""
+    """Joins pieces to frames, as they arrive in order, and parts to blocks; checks and expands them."""
 
     def __init__(self, keys: Sequence[bytes], peers: PeerStores) -> None:
         self.whole = 0
+        """Blocks that have arrived."""
         self._keys, self._peers = keys, peers
-        self._parts: list[bytes] = []
+        self._pieces: list[bytes] = []
+        self._begun: dict[int, bytes] = {}
+        """Contents of blocks that are not whole, by their places."""
 
-    async def add(self, piece: cache.BlockPiece, form: "mesh.BlockFormat.ValueType") -> bytes | None:
-        """-> the contents of a block that is whole now, in the pool's format. Raises FrameError for what is not the
-        next block, or has a format that was not asked for."""
-        if self.whole >= len(self._keys) or piece.index != self.whole:
-            raise frames.FrameError("not the next block")
-        if form not in (mesh.BLOCK_FORMAT_UNSPECIFIED, self._peers.format):
+    async def add(self, message: mesh.ReadBlocksResponse) -> list[bytes]:
+        """-> the contents of blocks that are whole now, in the pool's format. Raises FrameError for what is not the
+        next part of a block, or has a format that was not asked for."""
+        if message.format not in (mesh.BLOCK_FORMAT_UNSPECIFIED, self._peers.format):
             raise frames.FrameError("a format that was not asked for")
-        self._parts.append(piece.data)
+        ended = {piece.index: frame for piece in message.pieces if (frame := self._join(piece)) is not None}
+        parts = await asyncio.to_thread(self._unseal, ended, message)
+        made = [self._add(index, contents, message) for index, contents in parts.items()]
+        return [contents for contents in made if contents is not None]
+
+    def _join(self, piece: cache.BlockPiece) -> bytes | None:
+        """-> the frame that ends with the piece."""
+        if not self.whole <= piece.index < len(self._keys):
+            raise frames.FrameError("not one of the next blocks")
+        self._pieces.append(piece.data)
         if not piece.last:
             return None
-        frame, self._parts = b"".join(self._parts), []
-        peers, rounding = self._peers, self._peers.rounding if form == mesh.BLOCK_FORMAT_FP8 else None
-        unsealing = (self._keys[self.whole], peers.layout, frame, peers.secret, rounding)
-        contents = await asyncio.to_thread(unseal_block, *unsealing)
+        frame, self._pieces = b"".join(self._pieces), []
+        return frame
+
+    def _unseal(self, ended: dict[int, bytes], message: mesh.ReadBlocksResponse) -> dict[int, bytes]:
+        peers = self._peers
+        rounding = peers.rounding if message.format == mesh.BLOCK_FORMAT_FP8 else None
+        return {
+            index: unseal_block(self._keys[index], peers.layout, frame, peers.secret, rounding, message.offset)
+            for index, frame in ended.items()
+        }
+
+    def _add(self, index: int, part: bytes, message: mesh.ReadBlocksResponse) -> bytes | None:
+        """-> the contents of the block if they are whole."""
+        before = self._begun.pop(index, b"") if message.offset else b""
+        contents, size = before + part, self._peers.block_bytes
+        if len(before) != message.offset:
+            raise frames.FrameError("not the next part of a block")
+        if message.partial and len(contents) < size:
+            self._begun[index] = contents
+            return None
+        if index != self.whole or len(contents) != size:
+            raise frames.FrameError("not the contents of the next block")
+        self._begun.pop(index, None)
         self.whole += 1
         return contents
 

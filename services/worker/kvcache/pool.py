@@ -3,10 +3,13 @@
 Block 0 is padding: rows that belong to no sequence write there.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from services.worker.kvcache.tiers import Contents
+
+LayersComputed = Callable[[int, int], None]
+"""Called between two layers of a step with the number of layers that are computed, and that of all layers."""
 
 
 class KvPool(Protocol):
@@ -32,3 +35,14 @@ class KvPool(Protocol):
 
     def write(self, blocks: list[int], payloads: Sequence[Contents], /) -> None:
         """Fill blocks that no job uses with what `read` or `keep` returned, after all launched steps."""
+
+
+@runtime_checkable
+class LayeredPool(KvPool, Protocol):
+    """A pool whose layers the engine's thread computes one after another: contents can be read between two of them."""
+
+    def read_layers(self, blocks: list[int], begin: int, end: int, /) -> list[bytes]:
+        """Of the contents of blocks, those of layers `begin` to `end`."""
+
+    def on_layers(self, call: LayersComputed, /) -> None:
+        """Call this between the layers of steps."""

@@ -72,6 +72,8 @@ class Decoder:
         self._adapted = AdaptedProducts()
         self.hidden: HiddenStates | None = None
         """Receives the residual stream before each layer; None: it is not kept."""
+        self.between_layers: Callable[[int], None] | None = None
+        """Called before each layer with the number of those that are launched."""
         with torch.device(device):
             self._build(dtype)
             for projection in [] if meta_linears else self.projections():
@@ -140,10 +142,10 @@ class Decoder:
         self._adapted.step = step.adapters
         x = self.embed(step)
         for index, (layer, pool) in enumerate(zip(self.layers[:-1], pools[:-1], strict=True)):
-            self._show(index, x, step)
+            self._enter(index, x, step)
             layer.attention(x, step, pool)
             layer.mlp(x)
-        self._show(len(self.layers) - 1, x, step)
+        self._enter(len(self.layers) - 1, x, step)
         last = self.layers[-1]
         attended = wanted = last.attention.attend(x, step, pools[-1])
         sampled = step.sampled
@@ -158,7 +160,9 @@ class Decoder:
         """The rows of the residual stream x [T, hidden] of these tokens."""
         return x[tokens]
 
-    def _show(self, layer: int, x: Tensor, step: StepTensors) -> None:
+    def _enter(self, layer: int, x: Tensor, step: StepTensors) -> None:
+        if self.between_layers is not None:
+            self.between_layers(layer)
         if self.hidden is not None:
             self.hidden.take(layer, x, step.slot_mapping)
 

@@ -4,6 +4,7 @@ Pure: knows sequences and blocks, never tensors, threads or the clock. It needs 
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -242,6 +243,17 @@ class Planner:
         """Whether a running sequence is about to publish this block."""
         self._note_begun()
         return key in self._computing
+
+    def computing(self, keys: Many[bytes]) -> list[int]:
+        """The blocks that the step that was planned last makes whole, for the first of these keys of one prompt."""
+        self._note_begun()
+        sequence = self._computing.get(keys[0]) if keys else None
+        if sequence is None:
+            return []
+        first = sequence.keys.index(keys[0])
+        blocks = sequence.blocks[first : sequence.computed // self.block_size]
+        same = (key == sequence.keys.at(index) for index, key in enumerate(keys[: len(blocks)], first))
+        return blocks[: sum(itertools.takewhile(bool, same))]
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
         """Withdraw the blocks beyond the sequence's first `tokens` tokens from the cache."""

@@ -32,6 +32,10 @@ class BlockKeys:
             self._keys += block_keys(new, self._block_size, self._keys[-1] if known else self._root)
         return self._keys[begin:count]
 
+    def index(self, key: bytes) -> int:
+        """The block that has a key which was computed before. Raises ValueError."""
+        return self._keys.index(key)
+
     def at(self, index: int) -> bytes:
         """The key of one whole block. Keys of some blocks behind it are computed at the same time."""
         if index >= len(self._keys):

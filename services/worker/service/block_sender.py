@@ -12,7 +12,7 @@ from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
 from services.block_messages import MESSAGE_BYTES, Rounding, keys_of, pieces_of, seal_block
 from services.errors import WeftError, invalid
-from services.worker.engine.base import BlockRead
+from services.worker.engine.base import BlockPart, BlockRead
 
 
 class BlockEngine(Protocol):
@@ -50,9 +50,9 @@ class BlockSender:
             random = cache.BlockPiece(data=os.urandom(request.probe_bytes), last=True)
             yield mesh.ReadBlocksResponse(pieces=[random], format=sent)
             return
-        async for index, frame, more in self._frames(self._keys_of(request.blocks), request.follow, rounding):
-            for piece in pieces_of(index, frame):
-                yield mesh.ReadBlocksResponse(pieces=[piece], more=more or not piece.last, format=sent)
+        async for message in self._messages(request, rounding):
+            message.format = sent
+            yield message
 
     def _keys_of(self, blocks: cache.BlockList) -> list[bytes]:
         keys = keys_of(blocks)
@@ -60,22 +60,45 @@ class BlockSender:
             raise WeftError(StatusCode.FAILED_PRECONDITION, "OTHER_LAYOUT", "this worker's blocks have another layout")
         return keys
 
-    async def _frames(
-        self, keys: Sequence[bytes], follow: bool, rounding: Rounding | None
-    ) -> AsyncIterator[tuple[int, bytes, bool]]:
-        """Yields index and frame of each block, and whether the next one is there already."""
-        loop = asyncio.get_running_loop()
-        contents: asyncio.Queue[Sequence[bytes] | None] = asyncio.Queue()
-        read = BlockRead(keys, follow, lambda found: loop.call_soon_threadsafe(contents.put_nowait, found))
+    async def _messages(
+        self, request: mesh.ReadBlocksRequest, rounding: Rounding | None
+    ) -> AsyncIterator[mesh.ReadBlocksResponse]:
+        loop, keys = asyncio.get_running_loop(), self._keys_of(request.blocks)
+        found: asyncio.Queue[Sequence[BlockPart] | None] = asyncio.Queue()
+
+        def answer(parts: Sequence[BlockPart] | None) -> None:
+            loop.call_soon_threadsafe(found.put_nowait, parts)
+
+        def seal(parts: Sequence[BlockPart]) -> list[bytes]:
+            return [
+                seal_block(keys[part.index], self._layout, part.contents, self._secret, rounding, part.offset)
+                for part in parts
+            ]
+
+        read = BlockRead(keys, request.follow, answer, request.in_parts)
         self._engine.read_blocks(read)
         try:
-            while (found := await contents.get()) is not None:
-                for place, payload in enumerate(found, 1):
-                    sealing = (keys[read.sent], self._layout, payload, self._secret, rounding)
-                    frame = await asyncio.to_thread(seal_block, *sealing)
-                    yield read.sent, frame, place < len(found) or not contents.empty()
-                    read.sent += 1
-                    self.sent += 1
+            while (parts := await found.get()) is not None:
+                messages = _pack(parts, await asyncio.to_thread(seal, parts))
+                for place, message in enumerate(messages, 1):
+                    message.more = place < len(messages) or not found.empty()
+                    yield message
+                read.sent_bytes += sum(len(part.contents) for part in parts)
+                self.sent += sum(part.ends for part in parts)
                 self._engine.wake()
         finally:
             read.cancelled = True
+
+
+def _pack(parts: Sequence[BlockPart], frames: Sequence[bytes]) -> list[mesh.ReadBlocksResponse]:
+    """As few messages as hold these frames, in their order."""
+    messages: list[mesh.ReadBlocksResponse] = []
+    room, kind = 0, (-1, False)
+    for part, frame in zip(parts, frames, strict=True):
+        for piece in pieces_of(part.index, frame):
+            if len(piece.data) > room or kind != (part.offset, part.ends):
+                messages.append(mesh.ReadBlocksResponse(offset=part.offset, partial=not part.ends))
+                room, kind = MESSAGE_BYTES, (part.offset, part.ends)
+            messages[-1].pieces.append(piece)
+            room -= len(piece.data)
+    return messages

@@ -8,6 +8,7 @@ import torch
 
 from kernels import kv_pages
 from services.worker.kvcache.pages import make_layers
+from services.worker.kvcache.pool import LayersComputed
 from services.worker.models.config import ModelConfig
 from services.worker.runners.cpu.hidden import HiddenPool
 
@@ -23,6 +24,7 @@ class CpuPool:
         self.layers = make_layers(config, blocks, block_size, stored, "cpu")
         # The same memory as bytes: [blocks + 1, bytes of one block in one layer].
         self._contents = [kv_pages.bytes_of(layer).numpy() for layer in self.layers]
+        self._call: LayersComputed | None = None
         self.hidden: HiddenPool | None = None
         """The hidden states of the blocks' tokens; None: they are not needed."""
 
@@ -38,8 +40,21 @@ class CpuPool:
 
     def read(self, blocks: list[int]) -> list[bytes]:
         """The contents of blocks: keys and values, layer after layer, in the pool's own order and number format."""
-        layers = np.stack([contents[blocks] for contents in self._contents], axis=1)
+        return self.read_layers(blocks, 0, len(self.layers))
+
+    def read_layers(self, blocks: list[int], begin: int, end: int) -> list[bytes]:
+        """Of the contents of blocks, those of layers `begin` to `end`."""
+        layers = np.stack([contents[blocks] for contents in self._contents[begin:end]], axis=1)
         return [block.tobytes() for block in layers]
+
+    def on_layers(self, call: LayersComputed) -> None:
+        """Call this between the layers of steps."""
+        self._call = call
+
+    def computed(self, layers: int) -> None:
+        """So many layers of the step are computed."""
+        if self._call is not None:
+            self._call(layers, len(self.layers))
 
     def keep(self, blocks: list[int]) -> list[bytes]:
         """The same as `read`: the pool is in host memory already."""

@@ -82,6 +82,7 @@ class CpuRunner:
         self.ops = ops
         self.model, self.block_size = model, block_size
         self.kv = CpuPool(config, blocks, block_size, stored)
+        model.between_layers = self.kv.computed
         self.sampler = Sampler(slots, config.vocab_size)
         self._steps, self.draft = StepBuilder(model, ops, block_size), draft
         if isinstance(draft, CpuHeads):

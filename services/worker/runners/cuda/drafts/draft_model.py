@@ -213,7 +213,7 @@ class GpuDraftModel:
             min(covered[slot], self.model.max_positions) - end for slot, end in zip(slots, rows.contexts, strict=True)
         ]
         free = self._free_guesses(len(slots), max(had))
-        for all_of in (free, 0) if free else (0,):
+        for all_of in sorted({free, 0}, reverse=True):
             guesses = [all_of or count if count else 0 for count in had]
             if all(count <= most for count, most in zip(guesses, room, strict=True)):
                 launched = self._guess_behind(checked, len(slots), max(had), all_of)
