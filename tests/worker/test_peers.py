@@ -295,10 +295,11 @@ async def test_no_more_is_read_ahead_than_is_sent_soon(scene: Scene) -> None:
     scene.engine.layers(1)
     await scene.sends(*((place, 0) for place in range(5)))  # 5 of these layers are 2 MB.
     scene.engine.layers(3)
+    await scene.sends((0, 1), (1, 1))
     scene.engine.compute(8)
     async with asyncio.timeout(20):
         await ended.wait()
-    assert scene.parts == [*((place, 1) for place in range(5)), (5, 0), (6, 0), (7, 0)]
+    assert scene.parts == [(0, 3), (1, 3), (2, 1), (3, 1), (4, 1), (5, 0), (6, 0), (7, 0)]
     assert scene.came == [content(block) for block in range(1, 9)]
 
 

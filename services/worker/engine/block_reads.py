@@ -8,7 +8,7 @@ Runs on the engine's thread. Knows keys and bytes, not who asks or how they are 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.engine.base import BlockPart, BlockRead
 from services.worker.kvcache.pool import KvPool, LayeredPool
@@ -17,7 +17,7 @@ from services.worker.planner.block_pool import BlockPool
 FOLLOW_S = 5.0
 """Seconds that a request waits for its next block to be computed."""
 PARTS = 4
-"""Parts in which the blocks of a step are read."""
+"""Parts in which a block is read while its layers are computed, at most."""
 _READ_BYTES = 2 << 20  # in one step and for one request: copying them takes about a millisecond
 _AHEAD_BYTES = 4 << 20  # read for a request and not sent yet
 
@@ -33,14 +33,8 @@ class _Progress:
     """How long it waits for its next block."""
     blocks: int = 0
     """Blocks that were read."""
-    begun: tuple[int, ...] = ()
-    """The next blocks of which a part was read."""
-    layers: int = 0
-    """Layers in that part."""
-
-    def forget(self) -> None:
-        """Blocks that were begun are read from their beginning again."""
-        self.begun, self.layers = (), 0
+    layers: dict[int, int] = field(default_factory=dict)
+    """Layers that were read of the next blocks, by block."""
 
 
 class BlockReads:
@@ -88,8 +82,8 @@ class BlockReads:
     def step_begins(self) -> None:
         """Parts of blocks that the step before has not made whole are void."""
         for read, progress in self._reads.items():
-            if progress.begun and not self._pool.match(read.keys[progress.blocks : progress.blocks + 1]):
-                progress.forget()
+            whole = self._pool.match(read.keys[progress.blocks :][: len(progress.layers)])
+            progress.layers = {block: progress.layers[block] for block in whole if block in progress.layers}
 
     def _take_new(self, now: float) -> None:
         while self._new:
@@ -116,19 +110,15 @@ class BlockReads:
     def _answer(self, read: BlockRead, progress: _Progress, found: list[int], contents: list[bytes]) -> None:
         """Pass on what was not read of these blocks."""
         parts = []
-        for place, (block, whole) in enumerate(zip(found, contents, strict=True)):
-            begun = place < len(progress.begun) and progress.begun[place] == block
-            offset = len(whole) // self._layers * progress.layers if begun else 0
-            parts.append(BlockPart(progress.blocks + place, offset, whole[offset:], ends=True))
+        for index, (block, whole) in enumerate(zip(found, contents, strict=True), progress.blocks):
+            offset = len(whole) // self._layers * progress.layers.pop(block, 0)
+            parts.append(BlockPart(index, offset, whole[offset:], ends=True))
         progress.blocks += len(found)
-        progress.begun = progress.begun[len(found) :]
-        if not progress.begun:
-            progress.layers = 0
         self._pass_on(read, parts)
 
     def _layers_computed(self, computed: int, layers: int) -> None:
         """Read these layers of the blocks of the step for the requests that wait for them."""
-        if (not self._new and not self._reads) or not computed or computed % max(layers // PARTS, 1):
+        if not self._new and not self._reads:
             return
         self._layers = layers
         self._take_new(self._clock())
@@ -138,19 +128,20 @@ class BlockReads:
 
     def _read_layers(self, read: BlockRead, progress: _Progress, computed: int) -> None:
         assert isinstance(self._kv, LayeredPool), "its layers are not computed alone"
-        blocks = self._computing(read.keys[progress.blocks :])
-        if not blocks:
-            return
-        layer_bytes = self._kv.block_bytes // self._layers
-        offset, size = layer_bytes * progress.layers, layer_bytes * (computed - progress.layers)
-        room = min(_READ_BYTES, _AHEAD_BYTES - (read.read_bytes - read.sent_bytes))
-        count = len(progress.begun) or min(len(blocks), room // size)
-        if not 0 < count <= min(len(blocks), room // size):
-            return
-        contents = self._kv.read_layers(blocks[:count], progress.layers, computed)
-        progress.begun, progress.layers = tuple(blocks[:count]), computed
-        first = progress.blocks
-        self._pass_on(read, [BlockPart(first + n, offset, each, ends=False) for n, each in enumerate(contents)])
+        layer_bytes, parts = self._kv.block_bytes // self._layers, []
+        room = min(_READ_BYTES, _AHEAD_BYTES - (read.read_bytes - read.sent_bytes)) // layer_bytes
+        for index, block in enumerate(self._computing(read.keys[progress.blocks :]), progress.blocks):
+            begun = progress.layers.get(block, 0)
+            if computed - begun < max(self._layers // PARTS, 1):
+                continue
+            room -= computed - begun
+            if room < 0:
+                break
+            (contents,) = self._kv.read_layers([block], begun, computed)
+            progress.layers[block] = computed
+            parts.append(BlockPart(index, begun * layer_bytes, contents, ends=False))
+        if parts:
+            self._pass_on(read, parts)
 
     def _pass_on(self, read: BlockRead, parts: list[BlockPart]) -> None:
         read.read_bytes += sum(len(part.contents) for part in parts)
