@@ -1,7 +1,7 @@
 """A plugin of pytest: tests whose whole content passed before are remembered. Knows no kernel.
 
 A test's content is all that its file imports from this project, and the versions of what runs it (`sources.py`). One
-remembered test of every fourth file runs in every run nevertheless, files and tests drawn at random: its values are
+remembered test of every eighth file runs in every run nevertheless, files and tests drawn at random: its values are
 fresh, and a mistake in the record is found. A run that failed writes no record.
 """
 
@@ -29,7 +29,7 @@ class RememberedTests:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the tests that have no line in the record, and one other of every fourth file."""
+        """Keep the tests that have no line in the record, and one other of every eighth file."""
         remembered: dict[Path, list[pytest.Item]] = defaultdict(list)
         for item in items:
             name = f"{item.path.stem}::{item.nodeid.partition('::')[2]}"
@@ -37,7 +37,7 @@ class RememberedTests:
             self.keys[item.nodeid] = key_of(name, self.sources.content(item.path, *self.common))
             if self.keys[item.nodeid] in self.record.known:
                 remembered[item.path].append(item)
-        for its in random.sample(list(remembered.values()), (len(remembered) + 3) // 4):
+        for its in random.sample(list(remembered.values()), (len(remembered) + 7) // 8):
             its.remove(random.choice(its))
         deselected = [item for its in remembered.values() for item in its]
         items[:] = (item for item in items if item not in deselected)

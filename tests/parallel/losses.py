@@ -44,11 +44,17 @@ def ranks_of(worker: Process) -> list[int]:
 
 
 async def streams_survive(
-    folder: Path, workers: Sequence[Env], harm: Callable[[Mesh], object], streams: int = 6, *, ends: bool = True
+    folder: Path,
+    workers: Sequence[Env],
+    harm: Callable[[Mesh], object],
+    streams: int = 6,
+    *,
+    ends: bool = True,
+    model: Path = DEMO,
 ) -> None:
     """Start a worker for each environment, run streams, harm the first worker, and compare all answers with those of
     undisturbed streams. ends: the first worker's process ends within 2 s; otherwise it hangs."""
-    mesh = Mesh(folder, DEMO, workers=len(workers), worker_env={"WEFT_DETERMINISTIC": "true"})
+    mesh = Mesh(folder, model, workers=len(workers), worker_env={"WEFT_DETERMINISTIC": "true"})
     for worker, env in zip(mesh.workers, workers, strict=True):
         worker.env.update(env)
     async with mesh:

@@ -18,7 +18,7 @@ BEHIND_S = 0.25
 FEW = 32
 """Unread submissions that are no overload, however old: a slow network delays them, too."""
 FEW_OF_A_BURST = 128
-"""As many in the first second after a rest: clients that start together are no overload of a scheduler that shares its
+"""The same within BURST_S after a rest: clients that start together are no overload of a scheduler that shares its
 processor."""
 BURST_S = 1.0
 STILL_S = 1.0
