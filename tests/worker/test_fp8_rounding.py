@@ -136,7 +136,7 @@ def test_blocks_of_8_bits_are_not_rounded() -> None:
 
 
 def test_a_rounded_frame_is_never_taken_for_another() -> None:
-    """Neither by who expects another format, nor by who has another secret, key or layout."""
+    """Neither by who expects another format or part, nor by who has another secret, key or layout."""
     key, layout, own = b"k" * 32, b"a layout", rounding("float32", 64)
     contents = bytes_of(spread(64, torch.float32))
     rounded = seal_block(key, layout, contents, SECRET, own)
@@ -153,3 +153,8 @@ def test_a_rounded_frame_is_never_taken_for_another() -> None:
     for one in wrong:
         with pytest.raises(FrameError):
             unseal_block(*one)
+    part = seal_block(key, layout, contents, SECRET, None, 64)
+    assert unseal_block(key, layout, part, SECRET, None, 64) == contents
+    for frame, offset in ((part, 0), (part, 128), (plain, 64)):
+        with pytest.raises(FrameError):
+            unseal_block(key, layout, frame, SECRET, None, offset)

@@ -26,7 +26,7 @@ from services.worker.kvcache.tiers import BlockRequest, Contents
 from services.worker.planner.block_pool import BlockPool
 from services.worker.service.block_sender import BlockEngine, BlockSender
 
-BLOCK_BYTES, LAYERS = 1_500_000, 4
+BLOCK_BYTES, LAYERS = 1_500_000, 8
 """More than one message."""
 LAYER_BYTES = BLOCK_BYTES // LAYERS
 KEYS = [digest(bytes([number])) for number in range(8)]
@@ -139,13 +139,16 @@ class Service(mesh_grpc.WorkerServicer):
     def __init__(self, engine: BlockEngine) -> None:
         self.sender = BlockSender(engine, SECRET)
         self.damage: Callable[[mesh.ReadBlocksResponse], None] = lambda response: None
+        self.times: Callable[[mesh.ReadBlocksResponse], int] = lambda response: 1
+        """How often a message is sent."""
         self.asked = 0
 
     async def ReadBlocks(self, request: mesh.ReadBlocksRequest, context: Any) -> AsyncIterator[mesh.ReadBlocksResponse]:
         self.asked += not request.probe_bytes
         async for response in self.sender.send(request):
             self.damage(response)
-            yield response
+            for _ in range(self.times(response)):
+                yield response
 
 
 @dataclass
@@ -254,20 +257,22 @@ async def asked(scene: Scene) -> asyncio.Event:
 async def test_layers_come_while_the_others_are_computed(scene: Scene) -> None:
     ended = await asked(scene)
     scene.engine.begin(1, 2)
-    scene.engine.layers(1)
+    scene.engine.layers(1)  # A part has at least a quarter of the layers.
+    scene.engine.layers(2)
     await scene.sends((0, 0), (1, 0))
     scene.engine.layers(3)
-    await scene.sends((0, 1), (1, 1))
+    scene.engine.layers(6)
+    await scene.sends((0, 2), (1, 2))
     assert not scene.came
     scene.engine.compute(2)
-    await scene.sends((0, 3), (1, 3))
+    await scene.sends((0, 6), (1, 6))
     scene.engine.begin(3)
-    scene.engine.layers(2)
+    scene.engine.layers(4)
     await scene.sends((2, 0))
     scene.engine.compute(6)
     async with asyncio.timeout(20):
         await ended.wait()
-    assert scene.parts == [(2, 2), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)]
+    assert scene.parts == [(2, 4), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0)]
     assert scene.came == [content(block) for block in range(1, 9)]
     assert scene.peers.received["grpc"] == scene.service.sender.sent == 8
 
@@ -277,11 +282,11 @@ async def test_parts_of_a_step_that_failed_are_void(scene: Scene, recomputed: bo
     """The same blocks are computed again, by a step of which parts are read or of which none are."""
     ended = await asked(scene)
     scene.engine.begin(1, 2, broken=True)
-    scene.engine.layers(2)
+    scene.engine.layers(4)
     await scene.sends((0, 0), (1, 0))
     scene.engine.begin(1, 2)
     if recomputed:
-        scene.engine.layers(1)
+        scene.engine.layers(2)
         await scene.sends((0, 0), (1, 0))
     scene.engine.compute(8)
     async with asyncio.timeout(20):
@@ -292,15 +297,36 @@ async def test_parts_of_a_step_that_failed_are_void(scene: Scene, recomputed: bo
 async def test_no_more_is_read_ahead_than_is_sent_soon(scene: Scene) -> None:
     ended = await asked(scene)
     scene.engine.begin(*range(1, 9))
-    scene.engine.layers(1)
-    await scene.sends(*((place, 0) for place in range(5)))  # 5 of these layers are 2 MB.
-    scene.engine.layers(3)
-    await scene.sends((0, 1), (1, 1))
+    scene.engine.layers(2)
+    await scene.sends(*((place, 0) for place in range(5)))  # Two layers of 5 blocks are 2 MB.
+    scene.engine.layers(6)
+    await scene.sends((0, 2), (1, 2))
     scene.engine.compute(8)
     async with asyncio.timeout(20):
         await ended.wait()
-    assert scene.parts == [(0, 3), (1, 3), (2, 1), (3, 1), (4, 1), (5, 0), (6, 0), (7, 0)]
+    assert scene.parts == [(0, 6), (1, 6), (2, 2), (3, 2), (4, 2), (5, 0), (6, 0), (7, 0)]
     assert scene.came == [content(block) for block in range(1, 9)]
+
+
+async def test_a_part_that_is_lost_is_not_replaced_by_another_one(scene: Scene) -> None:
+    """By one of the same size, so that the contents have the right one."""
+    ended = await asked(scene)
+    scene.service.times = lambda response: {2: 0, 4: 2}.get(response.offset // LAYER_BYTES, 1)
+    scene.engine.begin(1)
+    for layers in (2, 4, 6):
+        scene.engine.layers(layers)
+        await scene.sends((0, layers - 2))
+    scene.engine.compute(8)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert (scene.came, scene.peers.fetches) == ([], {"damaged": 1})
+
+
+async def test_a_block_that_is_lost_ends_the_fetch(scene: Scene) -> None:
+    scene.engine.compute(8)
+    scene.service.times = lambda response: int(response.pieces[0].index != 2)
+    assert await scene.fetch() == 2
+    assert scene.peers.fetches == {"damaged": 1}
 
 
 async def test_a_worker_that_takes_no_parts_gets_whole_blocks(scene: Scene) -> None:
@@ -311,7 +337,7 @@ async def test_a_worker_that_takes_no_parts_gets_whole_blocks(scene: Scene) -> N
         while not scene.engine.reads._reads:  # noqa: ASYNC110 - another thread changes it
             await asyncio.sleep(0.005)
     scene.engine.begin(1, 2)
-    scene.engine.layers(1)
+    scene.engine.layers(4)
     scene.engine.compute(8)
     responses = [await first] + [response async for response in sending]
     assert not any(response.offset for response in responses)

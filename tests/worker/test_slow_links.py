@@ -20,6 +20,7 @@ import pytest
 import torch
 from grpc import aio
 
+from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.hashing import adapted, block_keys, chain_root
@@ -230,6 +231,44 @@ async def test_layers_of_a_prompt_of_one_step_travel_while_it_is_computed(fetch_
             sent = [rounding.expand(rounding.round(each)) for each in sent]
         fetched = done.fetched_tokens // 16
         assert received[:fetched] == sent[:fetched]
+
+
+async def test_layers_of_a_step_that_failed_are_sent_again() -> None:
+    offsets: list[int] = []
+
+    def record(response: mesh.ReadBlocksResponse) -> None:
+        offsets.extend(response.offset for piece in response.pieces if not piece.index)
+
+    async with pair(model_folder(), step_tokens=TOKENS) as workers:
+        first, model = workers.first, decoder_of(workers.first.engine).model
+        between, last = model.between_layers, len(model.layers) - 1
+        assert between is not None
+
+        def fail(layer: int) -> None:
+            between(layer)
+            if layer == last:
+                model.between_layers = between
+                raise RuntimeError("a fault")
+
+        await workers.measure()
+        workers.service.damage = record
+        prompt = prompt_of(TOKENS, seed=1000)
+        keys = list(block_keys(prompt, 16, chain_root(b"", adapted(FINGERPRINT, b""))))
+        workers.second.engine.prefetch(workers.proxy.address, keys)
+        async with asyncio.timeout(60):
+            while not first.engine._reads._reads:  # noqa: ASYNC110 - another thread changes it
+                await asyncio.sleep(0.005)
+        model.between_layers = fail
+        first.engine.submit(job(1000, prompt, max_tokens=2, handoff=True))
+        assert (await first.end_of(1000)).error is not None
+        before = len(offsets)
+        assert max(offsets) > 0
+        first.engine.submit(job(1001, prompt, max_tokens=2, handoff=True))
+        await first.end_of(1001)
+        async with asyncio.timeout(60):
+            while len(offsets) == before or offsets[-1] == 0:  # noqa: ASYNC110 - a socket changes it
+                await asyncio.sleep(0.005)
+        assert offsets[before] == 0
 
 
 # ---- the table ----
