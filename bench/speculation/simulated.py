@@ -43,8 +43,8 @@ SETTLE_S, HOLD_S = 4.0, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How long the steps of so many answers take on one H200: 8B in bf16, parallel draft of the 1B shape in int4, at
-    8292d568."""
+    """How long a step of some number of answers takes. Measured on one H200 at 8292d568: 8B in bf16, parallel draft of
+    the 1B shape in int4."""
 
     guesses_ms: tuple[float, ...]
     """By the number of guesses of a row, from none."""
@@ -61,10 +61,12 @@ STEPS = {
     64: Steps((5.9, 8.2, 10.5, 15.0, 18.0), 0.045, 8.9),
 }
 CATCH_UP_S, CATCH_UP_TOKEN_S = 0.011, 3e-6
-"""What a step that catches the draft up takes longer, and what each of its tokens adds."""
+"""A step in which the draft computes tokens that it has missed takes so much longer, and for each token so much."""
+STEADY_TOKENS = MOST_GUESSES + 2
+"""Tokens that the draft computes of an answer before each guess, at most."""
 PROMPT_TOKEN_S = 18e-6
 FIRST_S = 0.001
-"""What the first step with so many guesses takes longer: the draft has fewer ready."""
+"""The first step with so many guesses takes so much longer: the draft has fewer guesses ready."""
 
 
 class Clock:
@@ -111,9 +113,8 @@ class SimulatedRunner(PacedRunner):
     def _seconds(self, words: Words) -> float:
         edits, rows = unpack(words)
         depth = max((samples - 1 for samples in rows.samples), default=0)
-        behind = sum(
-            len(data.tolist()) - 1 for edit, _, data in edits if edit is Edit.DRAFT and len(data.tolist()) > 11
-        )
+        drafted = [len(data.tolist()) - 1 for edit, _, data in edits if edit is Edit.DRAFT]
+        behind = sum(tokens for tokens in drafted if tokens > STEADY_TOKENS)
         prompt = len(rows.ids.tolist()) - sum(rows.samples)
         self.launched, self.guessed = self.launched + 1, self.guessed + (depth > 0)
         steps = STEPS[min(STEPS, key=lambda count: abs(count - len(rows.slots)))]
@@ -137,7 +138,7 @@ class SimulatedRunner(PacedRunner):
 
 
 @contextmanager
-def simulated(acceptance: float, folder: Path) -> Iterator[tuple[GenerationEngine, SimulatedRunner, Clock]]:
+def simulated_engine(acceptance: float, folder: Path) -> Iterator[tuple[GenerationEngine, SimulatedRunner, Clock]]:
     """An engine on a counted clock. Its speculation is that of a GPU with a parallel draft."""
     clock = Clock()
     options = EngineOptions(
@@ -175,7 +176,7 @@ def measure(
         engine.step()
     steps = STEPS[count]
     plain_s = steps.guesses_ms[0] * 1e-3 * (1 + steps.growth * (SETTLE_S + seconds / 2))
-    gaps = [gap for times in arrivals.values() for at, gap in paced(times, late_s) if at > begin]
+    gaps = [gap for times in arrivals.values() for at, gap in received(times, late_s) if at > begin]
     return {
         "ratio": tokens / took * plain_s / count,
         "p99 ratio": p99(gaps) * 1e3 / steps.plain_p99_ms,
@@ -190,7 +191,7 @@ def _step_until(engine: GenerationEngine, clock: Clock, end: float, arrivals: di
         clock.now += 2e-5
 
 
-def paced(times: list[float], late_s: float) -> list[tuple[float, float]]:
+def received(times: list[float], late_s: float) -> list[tuple[float, float]]:
     """When each message of an answer but the first comes to its client, and how long after the one before; `times`:
     when the worker has drawn its tokens."""
     pace, messages, wake = TokenPace(HOLD_S), list[float](), -math.inf
@@ -217,7 +218,7 @@ def cells(asked: argparse.Namespace, acceptance: float, folder: Path) -> dict[in
     found: dict[int, list[Cell]] = {count: [] for count in asked.rows}
     for seed in range(asked.seeds):
         random.seed(seed)
-        with simulated(acceptance, folder) as (engine, runner, clock):
+        with simulated_engine(acceptance, folder) as (engine, runner, clock):
             for count in asked.rows:
                 found[count].append(measure(engine, runner, clock, count, asked.seconds, asked.late_ms * 1e-3))
     return found

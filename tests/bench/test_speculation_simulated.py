@@ -9,24 +9,28 @@ from bench.speculation import simulated
 from weft.launch.demo_model import model_folder
 
 
+def figures(acceptance: float) -> dict[str, float]:
+    """Those of one answer."""
+    random.seed(1)
+    with simulated.simulated_engine(acceptance, Path(model_folder())) as (engine, runner, clock):
+        return simulated.measure(engine, runner, clock, 1, 1.0, 0.0)
+
+
 def test_answers_are_guessed_where_that_pays() -> None:
-    found = {}
-    for acceptance in (0.0, 0.9):
-        random.seed(1)
-        with simulated.simulated(acceptance, Path(model_folder())) as (engine, runner, clock):
-            found[acceptance] = simulated.measure(engine, runner, clock, 1, 1.0, 0.0)
+    found = {acceptance: figures(acceptance) for acceptance in (0.0, 0.9)}
     assert found[0.9]["ratio"] > 2
     assert found[0.9]["p99 ratio"] < 0.9
     assert found[0.9]["guessed"] > 0.9
     assert found[0.0]["ratio"] == pytest.approx(1.0, abs=0.05)
     assert found[0.0]["guessed"] < 0.1
+    assert figures(0.9) == found[0.9]
 
 
 def test_tokens_of_a_step_come_to_a_client_one_after_another() -> None:
     random.seed(2)
     steps = [0.008 * step for step in range(1000) for _ in range(2)]
-    gaps = [gap for at, gap in simulated.paced(steps, 0.0) if at > 4.0]
+    gaps = [gap for at, gap in simulated.received(steps, 0.0) if at > 4.0]
     assert len(gaps) == pytest.approx(1000, rel=0.02)
     assert max(gaps) < 0.007
-    late = [gap for at, gap in simulated.paced(steps, 0.0014) if at > 4.0]
+    late = [gap for at, gap in simulated.received(steps, 0.0014) if at > 4.0]
     assert max(late) > max(gaps)

@@ -184,7 +184,7 @@ async def test_bad_fields_are_refused_by_name(stub: Stub, request_: api.EmbedReq
 
 
 AT_ONCE = [[2, 5 + place, 6 + place, 3] for place in range(FEW - len(TEXTS))]
-"""Texts for requests that are sent together. Of more a gateway refuses some while a busy machine's scheduler waits."""
+"""Texts for requests that are sent together. A gateway may refuse some of more than these on a busy machine."""
 
 
 async def streamed(stub: Stub, *requests: api.EmbedRequest) -> list[api.EmbedStreamResponse]:

@@ -329,6 +329,20 @@ async def test_a_block_that_is_lost_ends_the_fetch(scene: Scene) -> None:
     assert scene.peers.fetches == {"damaged": 1}
 
 
+async def test_parts_that_are_not_sent_end_the_reading() -> None:
+    """However many layers are computed: a slow link fills no memory."""
+    pool, kv, read = BlockPool(len(KEYS)), FakePool(), BlockRead(KEYS, True, lambda parts: None, in_parts=True)
+    reads = BlockReads(pool, kv, lambda: None, lambda keys: list(range(1, len(keys) + 1)))
+    reads.add(read)
+    for computed in (2, 4, 6, 6, 6):
+        kv.call(computed, LAYERS)
+    assert (4 << 20) - 4 * LAYER_BYTES < read.read_bytes <= 4 << 20
+    read.sent_bytes = read.read_bytes
+    before = read.read_bytes
+    kv.call(6, LAYERS)
+    assert read.read_bytes > before
+
+
 async def test_a_worker_that_takes_no_parts_gets_whole_blocks(scene: Scene) -> None:
     blocks = cache.BlockList(keys=b"".join(KEYS), layout=b"a layout")
     sending = scene.service.sender.send(mesh.ReadBlocksRequest(blocks=blocks, follow=True))

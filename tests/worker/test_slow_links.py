@@ -44,6 +44,11 @@ TOKENS = 640
 MBIT_S = 1e6 / 8
 
 
+def keys_of(prompt: list[int]) -> list[bytes]:
+    """The keys of a prompt's blocks."""
+    return list(block_keys(prompt, 16, chain_root(b"", adapted(FINGERPRINT, b""))))
+
+
 @dataclass
 class Running:
     """An engine in a thread of its own, as `EngineEvents`."""
@@ -106,10 +111,9 @@ class Pair:
 
     def contents(self, running: Running) -> list[bytes]:
         """Those of the blocks of the last prompt, as a worker has them."""
-        engine, prompt = running.engine, prompt_of(TOKENS, seed=self._key)
+        engine = running.engine
         assert engine.runner.kv is not None
-        keys = block_keys(prompt, engine.options.block_size, chain_root(b"", adapted(FINGERPRINT, b"")))
-        return engine.runner.kv.read(engine.planner.pool.match(keys))
+        return engine.runner.kv.read(engine.planner.pool.match(keys_of(prompt_of(TOKENS, seed=self._key))))
 
     @property
     def rate(self) -> float:
@@ -143,8 +147,7 @@ class Pair:
         key, source = self._key, self.proxy.address if fetches else ""
         prompt = prompt_of(tokens, seed=key)
         if fetches and ahead:
-            keys = list(block_keys(prompt, 16, chain_root(b"", adapted(FINGERPRINT, b""))))
-            self.second.engine.prefetch(source, keys)
+            self.second.engine.prefetch(source, keys_of(prompt))
         self.first.engine.submit(job(key, prompt, max_tokens=2, handoff=True))
         await self.first.end_of(key)
         token, at = self.first.tokens[key]
@@ -254,8 +257,7 @@ async def test_layers_of_a_step_that_failed_are_sent_again() -> None:
         await workers.measure()
         workers.service.damage = record
         prompt = prompt_of(TOKENS, seed=1000)
-        keys = list(block_keys(prompt, 16, chain_root(b"", adapted(FINGERPRINT, b""))))
-        workers.second.engine.prefetch(workers.proxy.address, keys)
+        workers.second.engine.prefetch(workers.proxy.address, keys_of(prompt))
         async with asyncio.timeout(60):
             while not first.engine._reads._reads:  # noqa: ASYNC110 - another thread changes it
                 await asyncio.sleep(0.005)
