@@ -151,7 +151,7 @@ class GpuDraftModel:
         for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS}):
             sizes = min(max(rows, PIECES_TOKENS), self._step_tokens), rows, 0
             self._send_rows(empty_step(), sizes)
-            for long_tokens in range(sizes[0] + 1):
+            for long_tokens in (0, *range(self._short_tokens + 1, sizes[0] + 1)):
                 self.forward.schedule(sizes, long_tokens)
             if rows >= 16:
                 self._warm_up_catch_up((ahead, rows, 0))
