@@ -24,6 +24,7 @@ from services import rpc, telemetry
 from services.errors import WeftError
 from services.gateway.links.arrivals import Arrivals
 from services.gateway.links.link_health import LinkHealth
+from services.gateway.links.timers import Timer, Timers
 from services.gateway.links.token_pace import TokenPace
 from services.gateway.text.journal import Detail
 from services.security import mesh_id as mesh_ids
@@ -93,7 +94,7 @@ class JobStream:
         self._hold_s = hold_s
         self._pace: TokenPace | None = None
         """What holds tokens back; None: they are taken as they arrive."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         """Until it runs, no token is taken."""
 
     def add(self, position: int, token: int, now: float, detail: Detail | None = None) -> None:
@@ -137,7 +138,7 @@ class JobStream:
         taken = self.tokens[:count], self.details[:count]
         self.tokens, self.details = self.tokens[count:], self.details[count:]
         if wait_s:
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._waited)
+            self._timer = self.link.timers.call_later(wait_s, self._waited)
         self._notified = self._timer is not None
         return taken
 
@@ -177,6 +178,7 @@ class WorkerLink:
         self.health = LinkHealth.begin(clock())
         self._connect_s = connect_s
         self.arrivals = Arrivals(clock)
+        self.timers = Timers()
         self._sent = 0
         """Messages that were queued after the hello."""
         self._unacknowledged: deque[tuple[int, float]] = deque()
@@ -185,6 +187,7 @@ class WorkerLink:
         self._unsent: SendQueue[mesh.RunRequest] = SendQueue()
         self._unsent.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id, mesh_id=mesh_id)))
         self._session = asyncio.create_task(self._run(address))
+        self._session.add_done_callback(lambda _: self.timers.close())
 
     @property
     def idle(self) -> bool:
