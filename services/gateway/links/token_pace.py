@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _MOST_HELD = 10
 """Tokens that are held while enough arrive: steps draw so differently that fewer would be used up now and then."""
-_FADING = 1 / 64
+_FADING = 1 / 128
 """Weight of the last step in the means."""
 _PART = 0.25
 """How far from the mean time of a token to that of a step the wait grows while nothing is held."""
@@ -33,7 +33,7 @@ class TokenPace:
     _due: float = 0.0
     """When the first held token is to be released."""
     _late_s: float = 0.0
-    """Mean lateness of waits: an event loop rounds the rest of a wait up to milliseconds each time that it wakes."""
+    """Mean lateness of waits: the process may be busy when they end."""
     _span_s: float = 0.0
     """Sum of the times between steps; as in the sums of steps and tokens, earlier ones count less."""
     _steps: float = 0.0
