@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.gateway.links.token_pace import TokenPace
+from services.gateway.links.token_pace import StepMeans, TokenPace
 
 Steps = Sequence[tuple[float, int]]
 """When the tokens of each step arrive, and how many."""
@@ -34,9 +34,11 @@ def steps_of(seconds: float, guesses: int, chance: float, count: int, seed: int 
         yield now, tokens
 
 
-def released(steps: Steps, hold_s: float, late_s: float = 0.0, seed: int = 0) -> list[Released]:
+def released(
+    steps: Steps, hold_s: float, late_s: float = 0.0, seed: int = 0, usual: StepMeans | None = None
+) -> list[Released]:
     """What a reader receives who asks when there is something new and no wait; timers are up to `late_s` late."""
-    pace, draws = TokenPace(hold_s), random.Random(seed)
+    pace, draws = TokenPace(hold_s, usual), random.Random(seed)
     found, arrived, wakes = list[Released](), list[float](), -math.inf
 
     def ask(now: float) -> float:
@@ -96,6 +98,58 @@ def test_a_pause_of_the_process_shortens_later_waits_by_little() -> None:
     _, wait_s = pace.release(0.012)
     pace.release(0.012 + wait_s + 1.0)
     assert 0 < pace._late_s < 0.0001
+
+
+def means_of(steps: Steps) -> StepMeans:
+    """Those of an answer that has ended."""
+    pace = TokenPace(0.05)
+    for now, tokens in steps:
+        for _ in range(tokens):
+            pace.arrived(now)
+    return pace.means
+
+
+def begun(seconds: float, guesses: int, chance: float, seed: int) -> Steps:
+    """The first steps of an answer: in the second one the draft catches up with the prompt."""
+    steps = list(steps_of(seconds, guesses, chance, 30, seed))
+    return [steps[0], *((at + 0.012, tokens) for at, tokens in steps[1:])]
+
+
+def test_an_answer_begins_at_the_usual_pace() -> None:
+    """The step in which a draft catches up says nothing about later ones."""
+    usual = means_of(list(steps_of(0.0052, 7, 0.7, 100)))
+    gaps = [gap for seed in range(50) for gap in begun_gaps(seed, usual)]
+    alone = [gap for seed in range(50) for gap in begun_gaps(seed, None)]
+    assert usual.guessed
+    assert sum(gap > 0.0055 for gap in gaps) == 0
+    assert sum(gap > 0.0055 for gap in alone) > 50
+
+
+def begun_gaps(seed: int, usual: StepMeans | None) -> list[float]:
+    """The gaps after the first one of an answer that begins."""
+    found = released(begun(0.0052, 7, 0.7, seed), 0.05, usual=usual)
+    return [after.at - before.at for before, after in pairwise(found[1:])]
+
+
+def test_an_answer_without_guesses_is_not_held_because_others_had_some() -> None:
+    steps = [(0.004 * number, 1) for number in range(100)]
+    found = released(steps, 0.05, usual=means_of(list(steps_of(0.008, 7, 0.7, 100))))
+    assert [each.at for each in found] == [at for at, _ in steps]
+
+
+def test_means_contain_some_steps_of_another_answer() -> None:
+    means = StepMeans(0.25, 2, 5)
+    means.add_some(StepMeans(1.0, 64, 250))
+    assert means == StepMeans(0.75, 34, 130), "32 of 64"
+    means.add_some(StepMeans(0.25, 10, 20))
+    assert means == StepMeans(1.0, 44, 150), "all ten"
+
+
+def test_an_answer_outgrows_what_was_usual() -> None:
+    """Those before drew twice as many tokens in a step."""
+    usual, steps = means_of(list(steps_of(0.005, 7, 0.9, 100))), list(steps_of(0.005, 4, 0.5, 600))
+    gaps, alone = gaps_of(released(steps, 0.05, usual=usual)[400:]), gaps_of(released(steps, 0.05)[400:])
+    assert gaps[int(len(gaps) * 0.99)] == pytest.approx(alone[int(len(alone) * 0.99)], rel=0.05)
 
 
 @pytest.mark.parametrize("hold_s", [0.0, 0.02, 0.05])

@@ -10,6 +10,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services import rpc
+from services.gateway.links.token_pace import StepMeans
 from services.gateway.links.worker_link import WorkerLink, clock
 from services.gateway.links.worker_links import WorkerLinks
 from tests.gateway.fakes import FakeWorker, until
@@ -75,6 +76,24 @@ async def test_tokens_of_steps_with_guesses_are_taken_one_by_one(guesses: bool, 
     assert [token for tokens in taken for token in tokens] == list(range(90))
     assert any(len(tokens) % 3 for tokens in taken) == bool(guesses and hold_s)
     assert times == sorted(times)
+
+
+async def test_what_steps_of_an_answer_took_is_known_to_the_next_one() -> None:
+    worker, found = worker_of(range(60)), list[StepMeans | None]()
+    worker.step_s = 0.004
+    async with linked(worker, mesh.WorkerHeartbeat(guesses=True)) as link:
+        job = mesh.Job(job_id="a job", token_ids=[1], prompt_len=1, sampling=api.Sampling(max_tokens=60))
+        for tokens in (3, 3, 1):
+            worker.tokens_per_step = tokens
+            stream = link.run(job, "a worker", lambda: None, 0.05)
+            await until(stream.closed.done)
+            found.append(link.usual_steps)
+    first, second, plain = found
+    assert first is not None
+    assert second is not None
+    assert first.guessed
+    assert second.steps > 1.5 * first.steps
+    assert plain is second, "an answer without guesses changes nothing"
 
 
 def readers() -> int:

@@ -25,7 +25,7 @@ from services.errors import WeftError
 from services.gateway.links.arrivals import Arrivals
 from services.gateway.links.link_health import LinkHealth
 from services.gateway.links.timers import Timer, Timers
-from services.gateway.links.token_pace import TokenPace
+from services.gateway.links.token_pace import StepMeans, TokenPace
 from services.gateway.text.journal import Detail
 from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull
@@ -109,7 +109,7 @@ class JobStream:
             self.details.append(detail)
         if self.first_at is None:
             self.first_at = now
-            self._pace = TokenPace(self._hold_s) if self._hold_s and self.link.guesses else None
+            self._pace = TokenPace(self._hold_s, self.link.usual_steps) if self._hold_s and self.link.guesses else None
         self.last_at = now
         if self._pace is not None:
             self._pace.arrived(now)
@@ -154,6 +154,8 @@ class JobStream:
             return
         self.end, self.loss = end, loss
         self.closed.set_result(None)
+        if self._pace is not None and self._pace.means.guessed:
+            self.link.usual_steps = self._pace.means
         if self._timer is not None:  # No token is held back any more.
             self._timer.cancel()
             self._timer = None
@@ -179,6 +181,8 @@ class WorkerLink:
         self._connect_s = connect_s
         self.arrivals = Arrivals(clock)
         self.timers = Timers()
+        self.usual_steps: StepMeans | None = None
+        """Those of the last answer with guesses that has ended."""
         self._sent = 0
         """Messages that were queued after the hello."""
         self._unacknowledged: deque[tuple[int, float]] = deque()
