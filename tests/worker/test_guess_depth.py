@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from services.worker.build.drafting.speculate import make_speculation
 from services.worker.options import EngineOptions
 from services.worker.planner.block_pool import BlockPool
-from services.worker.planner.planner import Planner
+from services.worker.planner.planner import Planner, Row
 from services.worker.planner.sequence import Sequence as Planned
+from services.worker.runners.step import OWN_GUESS
 from services.worker.speculative import draft_model
 from services.worker.speculative.catch_up_budget import CatchUpBudget
 from services.worker.speculative.depth import PROBE_STEPS, Acceptance, DepthChooser, expected_tokens
@@ -132,9 +134,6 @@ def test_a_draft_catches_up_in_a_hundredth_of_the_time() -> None:
         budget.earn(0.0065)
         plain_s += 0.0065
     assert 0.0 < spent_s <= 0.011 * plain_s + 1.2
-    before = budget.seconds(64)
-    budget.spend(512, 0.018, 64, pays=True)
-    assert budget.seconds(64) == before, "answers that join while guesses pay leave the budget for looks alone"
 
 
 def test_only_the_first_look_at_a_size_of_batch_is_paid_in_advance() -> None:
@@ -149,6 +148,58 @@ def test_only_the_first_look_at_a_size_of_batch_is_paid_in_advance() -> None:
     for _ in range(1000):
         budget.earn(0.004)
     assert budget.allows(1024, 5)
+
+
+def test_what_guesses_gain_pays_for_the_answers_that_join() -> None:
+    budget = CatchUpBudget(2048)
+    budget.looked(64)
+    budget.gain(0.02, 64)
+    assert not budget.allows(2048, 64)
+    for _ in range(2):
+        budget.gain(0.02, 64)
+    assert budget.allows(2048, 64), "three quarters of 60 ms"
+    assert budget.seconds(16) == CatchUpBudget().seconds(16), "other sizes of batch have what they had"
+    budget.gain(-0.04, 64)
+    assert not budget.allows(2048, 64), "guesses that were wrong cost time"
+    budget.gain(-1.0, 64)
+    budget.gain(0.04, 64)
+    assert budget.seconds(64) == pytest.approx(0.03), "a loss is no debt"
+    budget.gain(100.0, 64)
+    assert budget.seconds(64) == CatchUpBudget().seconds(64), "no more than in the beginning"
+
+
+def behind_a_prompt() -> tuple[Speculation, list[Row]]:
+    """Guesses for an answer with a prompt of 40 tokens and one with a prompt of 3; the draft has computed none of
+    them. Guesses pay, and nothing is left in advance."""
+    speculation = Speculation(draft_model.DraftProgress(4, 512), overlaps=True)
+    planner = Planner(BlockPool(64), 4, slots=2, step_tokens=64, prefix_cache=True)
+    for key, length in enumerate((40, 3)):
+        planner.add(Planned(job(key, prompt_of(length), max_tokens=20), 1, 4, 64, b""))
+    chooser, rows = speculation._chooser, planner.plan().rows
+    for depth in (0, 1, 1, 1, 1, 1):
+        chooser.observe_step(2, depth, 0.01)
+    chooser._times(2).pays, chooser._times(2).trials[1] = True, 3
+    speculation._budget.looked(2)
+    return speculation, rows
+
+
+def test_an_answer_is_guessed_beside_others_once_catching_up_is_paid() -> None:
+    speculation, rows = behind_a_prompt()
+    asked = [(row.sequence, 1) for row in rows]
+    assert [len(guesses) for guesses in speculation.guess(asked, 2)] == [0, 1], "the other one is guessed on"
+    assert speculation.catch_ups([]) == []
+    speculation._budget.gain(0.1, 2)
+    assert [len(guesses) for guesses in speculation.guess(asked, 2)] == [1, 1]
+
+
+def test_a_step_with_guesses_gains_what_plain_ones_would_take_longer() -> None:
+    speculation, rows = behind_a_prompt()
+    guessed = [replace(rows[0], guesses=[OWN_GUESS] * 3, samples=4), rows[1]]
+    for pays in (True, True, False):  # What was right is counted for one step.
+        speculation._chooser._times(2).pays = pays
+        speculation.drawn(guessed[0], 3)
+        speculation.stepped(guessed, 0.014, overlapped=False)
+    assert speculation._budget.seconds(2) == pytest.approx(2 * 0.75 * ((2 + 2) / 2 * 0.01 - 0.014))
 
 
 @pytest.mark.parametrize("enough", [False, True])

@@ -1,4 +1,4 @@
-"""How much a draft model may catch up while guesses do not pay: what it has missed is the price of a look at them.
+"""How much a draft model may catch up: what it has missed of an answer is the price of guessing it.
 
 Pure; knows no clock and no sequences.
 """
@@ -8,8 +8,11 @@ from services.worker.speculative.depth import size_of_batch
 
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
+_GAIN_SHARE = 0.75
+"""Part of the time that guesses gain that may be spent."""
 _FIRST_S = 1.0
-"""Seconds in advance for each size of batch, so that guesses are tried at once: enough for sixteen answers."""
+"""Seconds in advance for each size of batch, so that guesses are tried at once: enough for sixteen answers. To what is
+left of them is added what guesses gain."""
 _FIRST_STEP_S, _FIRST_TOKEN_S = 4e-3, 1e-5
 """Seconds of a step that catches up and of each of its tokens, before any was measured."""
 _WEIGHT = 0.5
@@ -19,7 +22,7 @@ _DEAREST = 4.0
 
 
 class CatchUpBudget:
-    """Seconds earned by steps without guesses and spent on catching up. Rows: answers of the step in question."""
+    """Seconds earned by steps, and spent on catching up. Rows: answers of the step in question."""
 
     def __init__(self, most: int = CATCH_UP_TOKENS) -> None:
         """most: tokens that a step catches up at most."""
@@ -41,19 +44,22 @@ class CatchUpBudget:
         """A step without guesses took this time."""
         self._earned_s += _SHARE * seconds
 
+    def gain(self, seconds: float, rows: int) -> None:
+        """A step with guesses took so much less time than steps without any take for as many tokens."""
+        left_s = self._advance_s(rows) + _GAIN_SHARE * seconds
+        self._advances_s[size_of_batch(rows)] = min(max(left_s, 0.0), _FIRST_S)
+
     def looked(self, rows: int) -> None:
         """Guesses were tried and do not pay: later looks are paid from what is earned alone."""
         self._advances_s[size_of_batch(rows)] = 0.0
 
-    def spend(self, tokens: int, seconds: float, rows: int, pays: bool = False) -> None:
-        """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
-        look, because guesses pay, and costs nothing of the budget."""
+    def spend(self, tokens: int, seconds: float, rows: int) -> None:
+        """A step that caught up this number of tokens took `seconds` longer than one without guesses."""
         known_s = self._price_s(tokens)
         spent_s = min(seconds, _DEAREST * known_s)
-        if not pays:
-            advanced = min(spent_s, self._advance_s(rows))
-            self._advances_s[size_of_batch(rows)] = self._advance_s(rows) - advanced
-            self._earned_s -= spent_s - advanced
+        advanced = min(spent_s, self._advance_s(rows))
+        self._advances_s[size_of_batch(rows)] = self._advance_s(rows) - advanced
+        self._earned_s -= spent_s - advanced
         part = tokens / self._most  # A step with few tokens shows what the step costs, and little of a token's price.
         error_s = _WEIGHT * (spent_s - known_s) / (1 + part * part)
         self._step_s = max(self._step_s + error_s, 0.0)

@@ -70,6 +70,10 @@ class Speculation:
         self._behind: list[CatchUp] = []
         self._caught_up = 0
         """Tokens that the draft model computes in this step, if that is more than steady guesses need."""
+        self._catches_up = True
+        """There is time for the draft model to catch up in this step."""
+        self._right = 0
+        """Right guesses of this step."""
         self._budget = CatchUpBudget(self._draft_model.most_caught_up) if self._draft_model else CatchUpBudget()
         self._chooser = DepthChooser(most, draft=self._draft_model is not None and overlaps)
         self._answers: dict[int, _Answer] = {}
@@ -162,23 +166,25 @@ class Speculation:
         if self._draft_model is not None:
             self._draft_model.drawn(row.sequence, drafted, accepted)
         self._chooser.observe_guesses(drafted, accepted)
+        self._right += accepted
         self.counts.add(drafted, accepted)
         return drafted, accepted
 
     def stepped(self, rows: Iterable[Row], seconds: float, overlapped: bool) -> None:
         """A step of these rows, without prompts, took this many seconds. overlapped: it was planned while another one
         ran. A step without guesses that could have been, and was not, shows nothing about such steps."""
-        depths = [len(row.guesses) for row in rows]
+        depths, right, self._right = [len(row.guesses) for row in rows], self._right, 0
         if not depths:
             return
+        plain_s = self._chooser.plain_s(len(depths))
         if self._caught_up:
-            plain_s = self._chooser.plain_s(len(depths))
             if plain_s is not None:
-                longer_s = max(seconds - plain_s, 0.0)
-                self._budget.spend(self._caught_up, longer_s, len(depths), self._chooser.pays(len(depths)))
+                self._budget.spend(self._caught_up, max(seconds - plain_s, 0.0), len(depths))
             return
         if not max(depths):
             self._budget.earn(seconds)
+        elif plain_s is not None and self._chooser.pays(len(depths)):
+            self._budget.gain(plain_s * (1 + right / len(depths)) - seconds, len(depths))
         if overlapped or max(depths) or not self._overlaps:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
@@ -204,11 +210,12 @@ class Speculation:
     def _rest(self, asking: list[Sequence], rows: int) -> int:
         """Steps without guesses from here on."""
         rest = self._chooser.rest(rows)
-        if rest or self._draft_model is None or self._chooser.pays(rows):
+        if rest or self._draft_model is None:
             return rest
         missing = [self._draft_model.missing(sequence) for sequence in asking]
         behind = sum(tokens for tokens in missing if tokens > _STEADY_TOKENS)
-        return 0 if self._budget.allows(behind, rows) else _PLAIN_STEPS
+        self._catches_up = self._budget.allows(behind, rows)
+        return 0 if self._catches_up or self._chooser.pays(rows) else _PLAIN_STEPS
 
     def _draft(self, sequence: Sequence, room: int, in_form: InForm) -> Many[int]:
         job = sequence.job
@@ -248,6 +255,8 @@ class Speculation:
 
     def _own_guesses(self, sequence: Sequence, most: int) -> Many[int]:
         assert self._draft_model is not None
+        if not self._catches_up and self._draft_model.missing(sequence) > _STEADY_TOKENS:
+            return []
         room = self._draft_model.room(sequence, most)
         if room <= 0 and (behind := self._draft_model.behind(sequence)):
             self._behind.append(behind)
