@@ -1,12 +1,14 @@
 """Speculation simulated: the engine's own choice of depth and the gateway's own pace, on a clock that is only counted.
 
-    python -m bench.speculation.simulated [--rows 1 4 16 64] [--acceptance 0.7 0.5 0.9] [--seeds 4] [--seconds 3]
-        [--late-ms 0.3]
+    python -m bench.speculation.simulated [--rows 1 4 16 64] [--acceptance 0.7 0.5 0.9] [--tokens 200] [--seeds 4]
+        [--seconds 3] [--late-ms 0.3]
 
 No GPU is needed. Steps take what a trace of one H200 shows (`STEPS`), and all else takes no time. It shows what a
 change of the choice or of the pace does before it is measured, over many seeds: tokens/s and the time between messages
-at p99, over those without guesses, and the share of steps that have guesses. `--late-ms`: waits of the gateway's event
-loop end late by up to this.
+at p99, over those without guesses, and the share of steps that have guesses. `--late-ms`: waits of a gateway end late
+by up to this. Without `--tokens` no answer ends, and the time at p99 is compared with that of a mesh on an H200. With
+it an answer has 0.5 to 1.5 times as many tokens and is replaced when it ends, and what it is compared with is
+simulated, too.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from bench.speculation.cells import CONTEXT, MOST_TOKENS, Cell, p99
-from services.gateway.links.token_pace import TokenPace
+from services.gateway.links.token_pace import StepMeans, TokenPace
 from services.worker.build import paced as paced_build
 from services.worker.build.choose import build_engine
 from services.worker.build.drafting.speculate import make_speculation
@@ -98,9 +100,9 @@ class SimulatedRunner(PacedRunner):
         self._clock, self._busy_until = clock, 0.0
         self.begin()
 
-    def begin(self) -> None:
-        """New answers begin."""
-        self._began, self._seen = self._clock.now, set[int]()
+    def begin(self, grows: bool = True) -> None:
+        """New answers begin, and become longer if `grows`."""
+        self._began, self._seen, self._grows = self._clock.now, set[int](), grows
         self.guessed = self.launched = 0
         """Steps with guesses, and all."""
 
@@ -119,7 +121,8 @@ class SimulatedRunner(PacedRunner):
         self.launched, self.guessed = self.launched + 1, self.guessed + (depth > 0)
         steps = STEPS[min(STEPS, key=lambda count: abs(count - len(rows.slots)))]
         slower = 1 + 0.01 * random.gauss(0, 1) + (0.15 if random.random() < 0.03 else 0)
-        seconds = steps.guesses_ms[depth] * 1e-3 * (1 + steps.growth * (self._clock.now - self._began)) * slower
+        grown = 1 + steps.growth * (self._clock.now - self._began) * self._grows
+        seconds = steps.guesses_ms[depth] * 1e-3 * grown * slower
         if depth and depth not in self._seen:
             self._seen.add(depth)
             seconds += FIRST_S
@@ -155,46 +158,99 @@ def simulated_engine(acceptance: float, folder: Path) -> Iterator[tuple[Generati
         yield engine, engine.runner, clock
 
 
+class Answers:
+    """Answers that are computed at a time, and when each of their tokens is drawn."""
+
+    def __init__(self, engine: GenerationEngine, clock: Clock, count: int, tokens: int | None) -> None:
+        """tokens: of an answer, about, which is replaced when it ends; None: none ends."""
+        self._engine, self._clock, self._tokens = engine, clock, tokens
+        self.arrivals: dict[int, list[float]] = {}
+        for _ in range(count):
+            self._begin_one()
+
+    def _begin_one(self) -> None:
+        key = random.getrandbits(62)
+        longest = MOST_TOKENS if self._tokens is None else self._tokens // 2 + random.randrange(self._tokens)
+        params = SamplingParams(seed=key, max_tokens=longest, temperature=0.0, ignore_eos=True)
+        prompt = random.choices(range(100, 2000), k=CONTEXT)
+        self._engine.submit(Job(key, prompt, CONTEXT, params, bypass_cache=True))
+        self.arrivals[key] = []
+
+    def step_until(self, end: float) -> None:
+        """Steps until the clock shows this."""
+        while self._clock.now < end:
+            output = self._engine.step()
+            for token in output.tokens:
+                self.arrivals[token.key].append(self._clock.now)
+            for _ in output.ended:
+                self._begin_one()
+            self._clock.now += 2e-5
+
+    def drawn(self) -> int:
+        """Tokens so far."""
+        return sum(map(len, self.arrivals.values()))
+
+    def end(self) -> None:
+        """Cancels all."""
+        for key in self.arrivals:
+            self._engine.cancel(key)
+        while self._engine.has_work():
+            self._engine.step()
+
+    def gaps(self, begin: float, hold_s: float, late_s: float) -> list[float]:
+        """The times between two messages of an answer, from `begin` on."""
+        found, ended = list[float](), dict[float, StepMeans]()
+        for times in sorted(filter(None, self.arrivals.values())):
+            pace = TokenPace(hold_s, ended.get(max((end for end in ended if end < times[0]), default=0.0)))
+            found += [gap for at, gap in received(times, late_s, pace) if at > begin]
+            if pace.means.guessed:
+                ended[times[-1]] = pace.means
+        return found
+
+
 def measure(
-    engine: GenerationEngine, runner: SimulatedRunner, clock: Clock, count: int, seconds: float, late_s: float
+    engine: GenerationEngine,
+    runner: SimulatedRunner,
+    clock: Clock,
+    count: int,
+    seconds: float,
+    late_s: float,
+    tokens: int | None = None,
 ) -> Cell:
-    """Figures of `count` answers, once the depth has settled."""
-    runner.begin()
-    keys = [random.getrandbits(62) for _ in range(count)]
-    for key in keys:
-        params = SamplingParams(seed=key, max_tokens=MOST_TOKENS, temperature=0.0, ignore_eos=True)
-        engine.submit(Job(key, random.choices(range(100, 2000), k=CONTEXT), CONTEXT, params, bypass_cache=True))
-    arrivals: dict[int, list[float]] = {key: [] for key in keys}
-    begun = clock.now
-    _step_until(engine, clock, begun + SETTLE_S, arrivals)
-    begin, before, guessed, launched = clock.now, sum(map(len, arrivals.values())), runner.guessed, runner.launched
-    _step_until(engine, clock, begin + seconds, arrivals)
-    took, tokens = clock.now - begin, sum(map(len, arrivals.values())) - before
-    for key in keys:
-        engine.cancel(key)
-    while engine.has_work():
-        engine.step()
-    steps = STEPS[count]
-    plain_s = steps.guesses_ms[0] * 1e-3 * (1 + steps.growth * (SETTLE_S + seconds / 2))
-    gaps = [gap for times in arrivals.values() for at, gap in received(times, late_s) if at > begin]
-    return {
-        "ratio": tokens / took * plain_s / count,
-        "p99 ratio": p99(gaps) * 1e3 / steps.plain_p99_ms,
-        "guessed": (runner.guessed - guessed) / (runner.launched - launched),
-    }
+    """Figures of `count` answers, once the depth has settled. tokens: as in `Answers`."""
+    timed = partial(_timed, engine, runner, clock, count, seconds, late_s, tokens)
+    rate, gap, guessed = timed(HOLD_S)
+    steps, speculation = STEPS[count], engine.speculation
+    if tokens is None:
+        plain_s = steps.guesses_ms[0] * 1e-3 * (1 + steps.growth * (SETTLE_S + seconds / 2))
+        plain_rate, plain_gap = count / plain_s, steps.plain_p99_ms * 1e-3
+    else:
+        engine.speculation = None
+        plain_rate, plain_gap, _ = timed(0.0)
+        engine.speculation = speculation
+    return {"ratio": rate / plain_rate, "p99 ratio": gap / plain_gap, "guessed": guessed}
 
 
-def _step_until(engine: GenerationEngine, clock: Clock, end: float, arrivals: dict[int, list[float]]) -> None:
-    while clock.now < end:
-        for token in engine.step().tokens:
-            arrivals[token.key].append(clock.now)
-        clock.now += 2e-5
+def _timed(
+    engine: GenerationEngine, runner: SimulatedRunner, clock: Clock, count: int, seconds: float, late_s: float,
+    tokens: int | None, hold_s: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """-> tokens/s, the time between messages at p99 in seconds, and the share of steps with guesses."""
+    runner.begin(grows=tokens is None)
+    answers = Answers(engine, clock, count, tokens)
+    answers.step_until(clock.now + SETTLE_S)
+    begin, before, guessed, launched = clock.now, answers.drawn(), runner.guessed, runner.launched
+    answers.step_until(begin + seconds)
+    rate = (answers.drawn() - before) / (clock.now - begin)
+    share = (runner.guessed - guessed) / (runner.launched - launched)
+    answers.end()
+    return rate, p99(answers.gaps(begin, hold_s, late_s)), share
 
 
-def received(times: list[float], late_s: float) -> list[tuple[float, float]]:
+def received(times: list[float], late_s: float, pace: TokenPace) -> list[tuple[float, float]]:
     """When each message of an answer but the first comes to its client, and how long after the one before; `times`:
     when the worker has drawn its tokens."""
-    pace, messages, wake = TokenPace(HOLD_S), list[float](), -math.inf
+    messages, wake = list[float](), -math.inf
 
     def release(now: float) -> float:
         """-> when the wait for the next ones is over."""
@@ -220,7 +276,8 @@ def cells(asked: argparse.Namespace, acceptance: float, folder: Path) -> dict[in
         random.seed(seed)
         with simulated_engine(acceptance, folder) as (engine, runner, clock):
             for count in asked.rows:
-                found[count].append(measure(engine, runner, clock, count, asked.seconds, asked.late_ms * 1e-3))
+                late_s, tokens = asked.late_ms * 1e-3, asked.tokens
+                found[count].append(measure(engine, runner, clock, count, asked.seconds, late_s, tokens))
     return found
 
 
@@ -229,6 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64], choices=list(STEPS))
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.7, 0.5, 0.9])
+    parser.add_argument("--tokens", type=int, help="of an answer, about; without it no answer ends")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--late-ms", type=float, default=0.3)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.speculation import simulated
+from services.gateway.links.token_pace import TokenPace
 from weft.launch.demo_model import model_folder
 
 
@@ -29,8 +30,18 @@ def test_answers_are_guessed_where_that_pays() -> None:
 def test_tokens_of_a_step_come_to_a_client_one_after_another() -> None:
     random.seed(2)
     steps = [0.008 * step for step in range(1000) for _ in range(2)]
-    gaps = [gap for at, gap in simulated.received(steps, 0.0) if at > 4.0]
+    gaps = [gap for at, gap in simulated.received(steps, 0.0, TokenPace(0.05)) if at > 4.0]
     assert len(gaps) == pytest.approx(1000, rel=0.02)
     assert max(gaps) < 0.007
-    late = [gap for at, gap in simulated.received(steps, 0.0014) if at > 4.0]
+    late = [gap for at, gap in simulated.received(steps, 0.0014, TokenPace(0.05)) if at > 4.0]
     assert max(late) > max(gaps)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_short_answers_are_not_guessed_at_a_loss(count: int) -> None:
+    """Each is replaced when it ends, and the draft has to catch up with the next one: 64 of them pay for it once."""
+    random.seed(3)
+    with simulated.simulated_engine(0.7, Path(model_folder())) as (engine, runner, clock):
+        found = simulated.measure(engine, runner, clock, count, 8.0, 0.0003, tokens=200)
+    assert found["ratio"] > (2 if count == 1 else 0.94)
+    assert found["p99 ratio"] < 1.03
