@@ -168,10 +168,11 @@ def test_what_guesses_gain_pays_for_the_answers_that_join() -> None:
     assert budget.seconds(64) == CatchUpBudget().seconds(64), "no more than in the beginning"
 
 
-def behind_a_prompt() -> tuple[Speculation, list[Row]]:
+def behind_a_prompt(most_caught_up: int = 512) -> tuple[Speculation, list[Row]]:
     """Guesses for an answer with a prompt of 40 tokens and one with a prompt of 3; the draft has computed none of
     them. Guesses pay, and nothing is left in advance."""
-    speculation = Speculation(draft_model.DraftProgress(4, 512), overlaps=True)
+    progress = draft_model.DraftProgress(4, 512, most_caught_up=most_caught_up)
+    speculation = Speculation(progress, overlaps=True)
     planner = Planner(BlockPool(64), 4, slots=2, step_tokens=64, prefix_cache=True)
     for key, length in enumerate((40, 3)):
         planner.add(Planned(job(key, prompt_of(length), max_tokens=20), 1, 4, 64, b""))
@@ -190,6 +191,16 @@ def test_an_answer_is_guessed_beside_others_once_catching_up_is_paid() -> None:
     assert speculation.catch_ups([]) == []
     speculation._budget.gain(0.1, 2)
     assert [len(guesses) for guesses in speculation.guess(asked, 2)] == [1, 1]
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_while_guesses_pay_answers_catch_up_step_by_step(pays: bool) -> None:
+    """There is time for one step of three."""
+    speculation, rows = behind_a_prompt(most_caught_up=16)
+    speculation._budget.gain(0.008, 2)
+    speculation._chooser._times(2).pays = pays
+    speculation.guess([(row.sequence, 1) for row in rows], 2)
+    assert [(each.first, each.end) for each in speculation.catch_ups([])] == ([(0, 16)] if pays else [])
 
 
 def test_a_step_with_guesses_gains_what_plain_ones_would_take_longer() -> None:

@@ -29,7 +29,7 @@ class CatchUpBudget:
         self._most = most
         self._earned_s = 0.0
         self._advances_s: dict[int, float] = {}
-        """What is left in advance, by `size_of_batch`: guesses may pay in one and not in another."""
+        """What is left in advance and was gained, by `size_of_batch`: guesses may pay in one and not in another."""
         self._step_s, self._token_s = _FIRST_STEP_S, _FIRST_TOKEN_S
 
     def seconds(self, rows: int) -> float:

@@ -208,14 +208,17 @@ class Speculation:
         return rest > 0
 
     def _rest(self, asking: list[Sequence], rows: int) -> int:
-        """Steps without guesses from here on."""
+        """Find out whether there is time to catch up: with all answers before a look, while guesses pay with some. ->
+        steps without guesses from here on."""
         rest = self._chooser.rest(rows)
         if rest or self._draft_model is None:
             return rest
         missing = [self._draft_model.missing(sequence) for sequence in asking]
         behind = sum(tokens for tokens in missing if tokens > _STEADY_TOKENS)
-        self._catches_up = self._budget.allows(behind, rows)
-        return 0 if self._catches_up or self._chooser.pays(rows) else _PLAIN_STEPS
+        pays = self._chooser.pays(rows)
+        due = min(behind, self._draft_model.most_caught_up) if pays else behind
+        self._catches_up = self._budget.allows(due, rows)
+        return 0 if self._catches_up or pays else _PLAIN_STEPS
 
     def _draft(self, sequence: Sequence, room: int, in_form: InForm) -> Many[int]:
         job = sequence.job
