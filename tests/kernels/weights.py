@@ -36,7 +36,7 @@ def weights(n: int, k: int, group: int, dtype: torch.dtype) -> Iterator[Int4Weig
     octets = torch.randperm(n * k, device=DEVICE).to(torch.uint8)  # every value in random order: no row repeats
     every = torch.where(octets % 128 == 127, 0, octets).to(torch.uint8).view(quantized_weights.FP8).view(n, k)
     yield Fp8Weight(every, torch.full((1, 1), 1e-3, device=DEVICE))
-    blocks = torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) * 2e-3
+    blocks = (torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) + 0.5) * 1e-3
     yield Fp8Weight(every, blocks)
 
 

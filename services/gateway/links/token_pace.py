@@ -17,7 +17,7 @@ _PART = 0.4
 _MOST_LATE_S = 0.002
 """Most lateness of a wait that enters the mean: if the process itself pauses, later waits are not as late."""
 _LEAST_S = 0.001
-"""Shortest wait: timers of event loops have milliseconds, and readers need no more messages."""
+"""Shortest wait: readers need no more messages."""
 _USUAL_STEPS = 32
 """Steps of an earlier answer that an answer's means contain, at most."""
 
