@@ -116,7 +116,7 @@ def begun(seconds: float, guesses: int, chance: float, seed: int) -> Steps:
 
 
 def test_an_answer_begins_at_the_usual_pace() -> None:
-    """The step in which a draft catches up says nothing about later ones."""
+    """The step in which a draft catches up takes longer than later ones."""
     usual = means_of(list(steps_of(0.0052, 7, 0.7, 100)))
     gaps = [gap for seed in range(50) for gap in begun_gaps(seed, usual)]
     alone = [gap for seed in range(50) for gap in begun_gaps(seed, None)]

@@ -59,7 +59,7 @@ class TokenPace:
     usual: StepMeans | None = None
     """Those of an earlier answer with guesses: what is expected of this one once it has guesses, too."""
     means: StepMeans = field(default_factory=StepMeans)
-    """Of its own steps, and of some usual ones."""
+    """What its own steps took and drew, and some of the usual ones."""
     held: int = 0
     """Tokens that have arrived and were not released."""
     _at: float | None = None
