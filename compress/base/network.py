@@ -1,4 +1,4 @@
-"""The network that is compressed: transformers' own, in float32, and the text on its way through its layers.
+"""The network that is compressed, transformers' own, in float32 unless asked, and the text on its way through it.
 
 Legend: W windows, T tokens of a window, C width, K inputs of a linear.
 """
@@ -34,9 +34,9 @@ SEEN = 32
 """Windows that methods are calibrated on before training; training uses all."""
 
 
-def load(folder: Path, *, with_experts: bool = False) -> PreTrainedModel:
-    """Load a complete checkpoint of a supported architecture in float32 on the CPU. with_experts: mixtures of experts,
-    too, whose experts are split (`compress.base.experts`). Raises CompressError."""
+def load(folder: Path, *, with_experts: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a complete checkpoint of a supported architecture in this dtype on the CPU. with_experts: mixtures of
+    experts, too, whose experts are split (`compress.base.experts`). Raises CompressError."""
     config = read_config(folder)
     _check_kind(folder, config, with_experts)
     if config.get("quantization_config"):
@@ -45,7 +45,7 @@ def load(folder: Path, *, with_experts: bool = False) -> PreTrainedModel:
     _check_size(folder, config)
     _quiet()
     maker: Any = AutoModelForCausalLM
-    how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    how = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         loaded: tuple[PreTrainedModel, dict[str, Any]] = maker.from_pretrained(folder, **how)
     except Exception as error:  # of any kind: config.json goes to the library unread

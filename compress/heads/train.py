@@ -46,13 +46,12 @@ class HeadsPlan:
 
 def heads(base: Path, out: Path, windows_WT: Tensor, aim: HeadsPlan, plan: Plan, progress: Progress) -> float:
     """Train heads for a base and write them -> the last loss, nats a token. Raises CompressError."""
-    model, config = load(base), read_config(base)
+    model, config = _loaded(base)
     vocab = int(model.config.vocab_size)
     if aim.vocabulary is not None and aim.vocabulary > vocab:
         raise CompressError(f"--vocabulary {aim.vocabulary}: the base has {vocab} tokens")
     settings = {"method": "heads", "text": text.described(windows_WT), **asdict(aim), **asdict(plan)}
     workspace = Workspace(base, out, settings, 1)
-    to_trainer(model)
     answered = _answered(model, windows_WT, workspace, progress)
     own = None if aim.vocabulary is None else answered.flatten().bincount(minlength=vocab).topk(aim.vocabulary).indices
     tokens = None if own is None else own.sort().values
@@ -63,6 +62,15 @@ def heads(base: Path, out: Path, windows_WT: Tensor, aim: HeadsPlan, plan: Plan,
     workspace.write(0, as_stored(network.tensors(), stored_dtype(config)))
     workspace.finish(_described(base, model, shape, layers, tokens, aim.depth, config), with_tokenizer=False)
     return loss
+
+
+def _loaded(base: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The base, which is not trained, and its config.json: on a GPU in the dtype of its files, else in float32."""
+    config = read_config(base)
+    dtype = stored_dtype(config) if compute_device().type == "cuda" else torch.float32
+    model = load(base, dtype=dtype)
+    to_trainer(model)
+    return model, config
 
 
 def fused_layers(count: int) -> list[int]:
