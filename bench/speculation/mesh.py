@@ -1,12 +1,13 @@
 """Times between tokens as clients of a mesh receive them, with guesses and without, on one GPU.
 
     python -m bench.speculation.mesh [--model random:llama-3.1-8b] [--draft random:pard-llama-3.2-1b]
-        [--draft-quantize int4] [--rows 1 4 16 64 256] [--tokens 15000] [--acceptance 0.7 0.5 0.9] [--together 0.7]
+        [--draft-quantize int4] [--rows 1 4 16 64 256] [--tokens 200] [--acceptance 0.7 0.5 0.9] [--together 0.7]
         [--again] [--out FOLDER]
 
 For each number of answers: tokens/s, and the time from one message of an answer to the next at its median and its 99th
-percentile. No answer ends while it is measured, and measuring begins when the worker has settled on a depth. Each
-acceptance has a mesh of its own, and the worker of that mesh forces the acceptance (`bench.speculation.forced_worker`).
+percentile. Without `--tokens` no answer ends while it is measured; with it an answer has 0.5 to 1.5 times as many
+tokens and is replaced when it ends. Measuring begins when the worker has settled on a depth. Each acceptance has a mesh
+of its own, and the worker of that mesh forces the acceptance (`bench.speculation.forced_worker`).
 A mesh without speculation runs first. With `--again` another one runs last: the two show how far meshes differ, and the
 others are compared with the mean of both. The meshes run one after another on one machine. `--together`: acceptances at
 which the gateways hold no tokens back (WEFT_GATEWAY_HOLD_S=0), so that those of a step come together. At an acceptance
@@ -18,6 +19,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import random
 import statistics
 import sys
 import time
@@ -31,7 +33,7 @@ from grpc import aio
 from bench import figures as charts
 from bench.mesh import processes
 from bench.speculation import forced_worker
-from bench.speculation.cells import CONTEXT, MOST_TOKENS, p99, random_prompts
+from bench.speculation.cells import CONTEXT, MOST_TOKENS, p99
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 from report import machine
@@ -50,43 +52,56 @@ COLUMNS = ("tok/s", "tokens a message", "ms p50", "ms p99")
 Cell = dict[str, float]
 Arrival = tuple[float, int]
 """When a message arrived, on the monotonic clock that all processes share, and the number of its tokens."""
+Client = list[list[Arrival]]
+"""The messages of each answer that a client received, one answer after the other."""
 
 
-async def _follow(address: str, prompts: list[list[int]], tokens: int, end: float) -> list[list[Arrival]]:
-    """The messages of these answers until `end`."""
-
-    async def one(stub: "stubs.InferenceAsyncStub", prompt: list[int]) -> list[Arrival]:
-        arrivals: list[Arrival] = []
-        sampling = api.Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        request = api.GenerateRequest(sampling=sampling, cache=api.CACHE_POLICY_BYPASS)
-        request.prompt.token_ids.ids.extend(prompt)
-        call = stub.Generate(request)
+async def _follow(address: str, numbers: range, tokens: int | None, end: float) -> list[Client]:
+    async def one(stub: "stubs.InferenceAsyncStub", number: int) -> Client:
+        draw, answers = random.Random(number), list[list[Arrival]]()
         try:
             async with asyncio.timeout(end - time.monotonic()):
-                async for response in call:
-                    if response.delta.token_ids:
-                        arrivals.append((time.monotonic(), len(response.delta.token_ids)))
+                while True:
+                    answers.append([])
+                    await read(stub.Generate(_request(draw, tokens)), answers[-1])
+                    if tokens is None:
+                        raise RuntimeError("an answer ended before it was measured")
         except TimeoutError:
+            return answers
+
+    async def read(call: "aio.UnaryStreamCall[api.GenerateRequest, api.GenerateResponse]", into: list[Arrival]) -> None:
+        try:
+            async for response in call:
+                if response.delta.token_ids:
+                    into.append((time.monotonic(), len(response.delta.token_ids)))
+        finally:
             call.cancel()
-            return arrivals
-        raise RuntimeError("an answer ended before it was measured")
 
     async with aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         stub: stubs.InferenceAsyncStub = stubs.InferenceStub(channel)
-        return await asyncio.gather(*(one(stub, prompt) for prompt in prompts))
+        return await asyncio.gather(*(one(stub, number) for number in numbers))
 
 
-def follow(address: str, prompts: list[list[int]], tokens: int, end: float) -> list[list[Arrival]]:
-    """The messages of these answers until `end`; tokens: the length of an answer, which must not be reached."""
-    return asyncio.run(_follow(address, prompts, tokens, end))
+def _request(draw: random.Random, tokens: int | None) -> api.GenerateRequest:
+    """A request with a random prompt. tokens: of its answer, about; None: it does not end."""
+    longest = MOST_TOKENS if tokens is None else tokens // 2 + draw.randrange(tokens)
+    sampling = api.Sampling(max_tokens=longest, temperature=0.0, ignore_eos=True)
+    request = api.GenerateRequest(sampling=sampling, cache=api.CACHE_POLICY_BYPASS)
+    request.prompt.token_ids.ids.extend(draw.choices(range(100, 6000), k=CONTEXT))
+    return request
 
 
-def measure(addresses: list[str], count: int, tokens: int, pool: ProcessPoolExecutor) -> Cell:
-    """`COLUMNS` of `count` answers at a time. An answer has at most `tokens` tokens."""
-    prompts = random_prompts(count, CONTEXT)
+def follow(address: str, numbers: range, tokens: int | None, end: float) -> list[Client]:
+    """What the clients with these numbers receive until `end`. tokens: of an answer, about, which is replaced when it
+    ends; None: none may end."""
+    return asyncio.run(_follow(address, numbers, tokens, end))
+
+
+def measure(addresses: list[str], count: int, tokens: int | None, pool: ProcessPoolExecutor) -> Cell:
+    """`COLUMNS` of `count` answers at a time. tokens: as in `follow`."""
     begin = time.monotonic() + BEGIN_S * max(count / 64, 1.0) + SETTLE_S
     end = begin + (FEW_TIMED_S if count <= FEW else TIMED_S)
-    parts = [prompts[first : first + MOST_STREAMS] for first in range(0, count, MOST_STREAMS)]
+    parts = [range(count)[first : first + MOST_STREAMS] for first in range(0, count, MOST_STREAMS)]
     reading = [
         pool.submit(follow, address, part, tokens, end + 0.2)
         for address, part in zip(itertools.cycle(addresses), parts, strict=False)
@@ -94,16 +109,16 @@ def measure(addresses: list[str], count: int, tokens: int, pool: ProcessPoolExec
     return figures([each for part in reading for each in part.result()], begin, end)
 
 
-def figures(answers: list[list[Arrival]], begin: float, end: float) -> Cell:
-    """`COLUMNS` of the messages between two times. Raises RuntimeError where an answer has none."""
+def figures(clients: list[Client], begin: float, end: float) -> Cell:
+    """`COLUMNS` of the messages between two times. Raises RuntimeError where a client received none."""
     gaps, tokens, messages = list[float](), 0, 0
-    for arrivals in answers:
-        timed = [each for each in arrivals if begin <= each[0] <= end]
-        if len(timed) < 2:
-            raise RuntimeError("an answer made no progress")
-        gaps += [(after[0] - before[0]) * 1e3 for before, after in pairwise(timed)]
-        tokens += sum(count for _, count in timed)
-        messages += len(timed)
+    for answers in clients:
+        timed = [[each for each in arrivals if begin <= each[0] <= end] for arrivals in answers]
+        if not any(len(arrivals) > 1 for arrivals in timed):
+            raise RuntimeError("a client's answers made no progress")
+        gaps += [(after[0] - before[0]) * 1e3 for arrivals in timed for before, after in pairwise(arrivals)]
+        tokens += sum(count for arrivals in timed for _, count in arrivals)
+        messages += sum(map(len, timed))
     values = tokens / (end - begin), tokens / messages, statistics.median(gaps), p99(gaps)
     return dict(zip(COLUMNS, values, strict=True))
 
@@ -115,7 +130,7 @@ async def of_mesh(
     under this name. together: its gateways hold no tokens back."""
     settings = {
         "WEFT_PREFIX_FETCH": "false", "WEFT_DTYPE": asked.dtype, "MAX_BATCH_SIZE": str(max(asked.rows)),
-        "MAX_SEQ_LENGTH": str(CONTEXT + asked.tokens),
+        "MAX_SEQ_LENGTH": str(CONTEXT + (MOST_TOKENS if asked.tokens is None else 2 * asked.tokens)),
     }  # fmt: skip
     if acceptance is not None:
         settings |= {"WEFT_SPECULATE": f"draft:{asked.draft}", forced_worker.ACCEPTANCE: str(acceptance)}
@@ -151,9 +166,10 @@ def compare(found: dict[str, Cell]) -> None:
 
 
 def save(out: Path, result: dict[str, Any]) -> None:
-    """Write the cells as JSON and as a table."""
+    """Write the cells as JSON, as a table and as a plot."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "speculation-mesh.json").write_text(json.dumps(result, indent=1) + "\n")
+    stem = "speculation-mesh" if result["settings"].get("tokens", "None") == "None" else "speculation-mesh-short"
+    (out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
     lines = ["# Speculation: times between messages, as clients of a mesh receive them", ""]
     lines += [f"- {name}: {value}" for group in ("machine", "settings") for name, value in result[group].items()]
     lines += ["- ms: from one message of an answer to the next", "- in brackets: the same without speculation", ""]
@@ -163,7 +179,7 @@ def save(out: Path, result: dict[str, Any]) -> None:
         values = [f"{cell['tok/s']:,.0f}", _ratio(cell, "ratio"), f"{cell['tokens a message']:.2f}"]
         values += [f"{cell[key]:.2f}" + (f" ({off[key]:.2f})" if off else "") for key in ("ms p50", "ms p99")]
         lines.append(f"| {name} | " + " | ".join([*values, _ratio(cell, "p99 ratio")]) + " |")
-    (out / "speculation-mesh.md").write_text("\n".join(lines) + "\n")
+    (out / f"{stem}.md").write_text("\n".join(lines) + "\n")
     points: dict[str, list[tuple[float, float]]] = {}
     for name, cell in result["cells"].items():
         kind, _, count = name.rpartition(" ")
@@ -171,7 +187,7 @@ def save(out: Path, result: dict[str, Any]) -> None:
             points.setdefault(f"acceptance {kind}", []).append((float(count), cell["p99 ratio"]))
     if points:
         title = f"Time between messages at p99, {result['settings']['model'].removeprefix('random:')}"
-        charts.write(out / "speculation-mesh.svg", title, points, "over that without guesses")
+        charts.write(out / f"{stem}.svg", title, points, "over that without guesses")
 
 
 def _ratio(cell: Cell, name: str) -> str:
@@ -185,7 +201,7 @@ async def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft", default="random:pard-llama-3.2-1b")
     parser.add_argument("--draft-quantize", default="")
-    parser.add_argument("--tokens", type=int, default=MOST_TOKENS, help="of an answer: more than it has time for")
+    parser.add_argument("--tokens", type=int, help="of an answer, about; without it no answer ends")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--acceptance", type=float, nargs="*", default=[0.7, 0.5, 0.9])
     parser.add_argument("--together", type=float, nargs="*", default=[])

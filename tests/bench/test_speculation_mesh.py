@@ -11,13 +11,19 @@ from bench.speculation import mesh
 def test_figures_are_those_of_the_messages_between_two_times() -> None:
     even = [(0.01 * number, 2) for number in range(300)]
     late = [(1.0, 1), (1.5, 4), (2.0, 1)]
-    cell = mesh.figures([even, late], 1.0, 2.0)
+    cell = mesh.figures([[even], [late]], 1.0, 2.0)
     assert cell["tok/s"] == pytest.approx(101 * 2 + 6)
     assert cell["tokens a message"] == pytest.approx(208 / 104)
     assert cell["ms p50"] == pytest.approx(10.0)
     assert cell["ms p99"] == pytest.approx(500.0)
     with pytest.raises(RuntimeError, match="no progress"):
-        mesh.figures([even, late[:1]], 1.0, 2.0)
+        mesh.figures([[even], [late[:1]]], 1.0, 2.0)
+
+
+def test_the_time_between_two_answers_of_a_client_is_not_one_between_messages() -> None:
+    first, second = [(1.0, 1), (1.25, 1)], [(1.75, 1), (2.0, 1)]
+    cell = mesh.figures([[first, [], second]], 1.0, 2.0)
+    assert (cell["tok/s"], cell["ms p99"]) == (4.0, 250.0)
 
 
 def test_the_table_has_each_figure_beside_that_without_speculation(tmp_path: Path) -> None:
