@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,8 +67,12 @@ CATCH_UP_S, CATCH_UP_TOKEN_S = 0.011, 3e-6
 STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that the draft computes of an answer before each guess, at most."""
 PROMPT_TOKEN_S = 18e-6
-FIRST_S = 0.001
-"""The first step with so many guesses takes so much longer: the draft has fewer guesses ready."""
+NEXT_S = 0.004
+"""From the end of an answer to the job of its client's next one."""
+FIRST_S = 0.002
+"""A step with more guesses than the one before takes so much longer: the draft has fewer guesses ready."""
+HOST_ROW_S = 8e-6
+"""Of each answer: the host's part of a step that is planned when the values of the one before are known."""
 
 
 class Clock:
@@ -102,7 +106,7 @@ class SimulatedRunner(PacedRunner):
 
     def begin(self, grows: bool = True) -> None:
         """New answers begin, and become longer if `grows`."""
-        self._began, self._seen, self._grows = self._clock.now, set[int](), grows
+        self._began, self._grows, self._depth = self._clock.now, grows, 0
         self.guessed = self.launched = 0
         """Steps with guesses, and all."""
 
@@ -123,9 +127,9 @@ class SimulatedRunner(PacedRunner):
         slower = 1 + 0.01 * random.gauss(0, 1) + (0.15 if random.random() < 0.03 else 0)
         grown = 1 + steps.growth * (self._clock.now - self._began) * self._grows
         seconds = steps.guesses_ms[depth] * 1e-3 * grown * slower
-        if depth and depth not in self._seen:
-            self._seen.add(depth)
-            seconds += FIRST_S
+        seconds += FIRST_S if depth > self._depth else 0.0
+        seconds -= HOST_ROW_S * len(rows.slots) if depth else 0.0
+        self._depth = depth
         if behind:
             seconds += CATCH_UP_S + behind * CATCH_UP_TOKEN_S
         return seconds + (prompt * PROMPT_TOKEN_S if prompt > len(rows.slots) else 0)
@@ -136,7 +140,7 @@ class SimulatedRunner(PacedRunner):
 
     def collect(self, step: PacedStep) -> StepResult:
         """Count the time on until the step ends."""
-        self._clock.now = max(self._clock.now, step.ends) + 5e-5
+        self._clock.now = max(self._clock.now, step.ends) + 5e-5 + HOST_ROW_S * len(step.result.finite)
         return step.result
 
 
@@ -165,6 +169,8 @@ class Answers:
         """tokens: of an answer, about, which is replaced when it ends; None: none ends."""
         self._engine, self._clock, self._tokens = engine, clock, tokens
         self.arrivals: dict[int, list[float]] = {}
+        self._due: deque[float] = deque()
+        """When those that replace answers begin."""
         for _ in range(count):
             self._begin_one()
 
@@ -179,11 +185,13 @@ class Answers:
     def step_until(self, end: float) -> None:
         """Steps until the clock shows this."""
         while self._clock.now < end:
+            while self._due and (self._due[0] <= self._clock.now or not self._engine.has_work()):
+                self._clock.now = max(self._clock.now, self._due.popleft())
+                self._begin_one()
             output = self._engine.step()
             for token in output.tokens:
                 self.arrivals[token.key].append(self._clock.now)
-            for _ in output.ended:
-                self._begin_one()
+            self._due.extend(self._clock.now + NEXT_S for _ in output.ended)
             self._clock.now += 2e-5
 
     def drawn(self) -> int:
