@@ -39,9 +39,9 @@ def test_tokens_of_a_step_come_to_a_client_one_after_another() -> None:
 
 @pytest.mark.parametrize("count", [1, 64])
 def test_short_answers_are_not_guessed_at_a_loss(count: int) -> None:
-    """Each is replaced when it ends, and the draft has to catch up with the next one: 64 of them pay for it once."""
+    """Each is replaced when it ends, and the draft has to catch up with the next one: 64 of them try it once."""
     random.seed(3)
     with simulated.simulated_engine(0.7, Path(model_folder())) as (engine, runner, clock):
         found = simulated.measure(engine, runner, clock, count, 8.0, 0.0003, tokens=200)
-    assert found["ratio"] > (2 if count == 1 else 0.94)
-    assert found["p99 ratio"] < 1.03
+    assert found["ratio"] > (2 if count == 1 else 0.96)
+    assert found["p99 ratio"] < 1.05

@@ -165,7 +165,54 @@ def test_what_guesses_gain_pays_for_the_answers_that_join() -> None:
     budget.gain(0.04, 64)
     assert budget.seconds(64) == pytest.approx(0.03), "a loss is no debt"
     budget.gain(100.0, 64)
-    assert budget.seconds(64) == CatchUpBudget().seconds(64), "no more than in the beginning"
+    assert budget.seconds(64) == pytest.approx(0.4), "no more, however much was gained"
+
+
+def test_a_batch_of_which_some_answers_ended_keeps_its_account() -> None:
+    """63 answers are of another size than 64, but others begin in the place of those that ended."""
+    budget = CatchUpBudget()
+    budget.looked(64)
+    assert [budget.seconds(rows) for rows in (63, 48, 64)] == [0.0, 0.0, 0.0]
+    assert budget.seconds(47) > 0.2
+    assert budget.seconds(47) == budget.seconds(36) < CatchUpBudget().seconds(64) < 0.4
+
+
+@pytest.mark.parametrize("with_draft", [True, False])
+def test_guesses_that_cost_more_than_their_steps_show_are_given_up(with_draft: bool) -> None:
+    """Steps with as many guesses took less time before."""
+    speculation, rows = behind_a_prompt()
+    speculation._draft_model = speculation._draft_model if with_draft else None
+    chooser, guessed = speculation._chooser, [replace(row, guesses=[OWN_GUESS], samples=2) for row in rows]
+    for _ in range(19):
+        assert chooser.pays(2), "19 times 6 ms are less than 12 steps"
+        speculation.drawn(guessed[0], 2)
+        speculation.stepped(guessed, 0.021, overlapped=False)
+    assert chooser.pays(2)
+    speculation.stepped(guessed, 0.021, overlapped=False)
+    assert chooser.pays(2) != with_draft
+    assert (chooser.rest(2) >= 255) == with_draft, "twice the usual pause"
+    assert speculation._budget.seconds(2) == 0
+
+
+def test_what_is_spent_may_be_lost_once() -> None:
+    budget = CatchUpBudget(2048)
+    budget.gain(100.0, 64)
+    budget.spend(8 * 2048, 0.1, 64)
+    assert budget.seconds(64) == pytest.approx(0.3)
+    budget.gain(-0.4, 64)
+    assert budget.lost_s(64) == pytest.approx(0.1)
+
+
+def test_right_guesses_of_a_step_that_catches_up_are_gained_and_not_its_price() -> None:
+    speculation, rows = behind_a_prompt()
+    guessed = [replace(row, guesses=[OWN_GUESS], samples=2) for row in rows]
+    usual_s = speculation._chooser._times(2).seconds[1] = 0.012
+    speculation._budget.gain(0.1, 2)
+    speculation._caught_up = 40
+    speculation.drawn(guessed[0], 2)
+    speculation.stepped(guessed, usual_s + 0.02, overlapped=False)
+    assert speculation._budget.seconds(2) == pytest.approx(0.75 * (0.1 + (2 + 1) / 2 * 0.01 - usual_s) - 0.02)
+    assert speculation._chooser.step_s(2, 1) == usual_s
 
 
 def behind_a_prompt(most_caught_up: int = 512) -> tuple[Speculation, list[Row]]:
@@ -197,7 +244,7 @@ def test_an_answer_is_guessed_beside_others_once_catching_up_is_paid() -> None:
 def test_while_guesses_pay_answers_catch_up_step_by_step(pays: bool) -> None:
     """There is time for one step of three."""
     speculation, rows = behind_a_prompt(most_caught_up=16)
-    speculation._budget.gain(0.008, 2)
+    speculation._budget.gain(0.012, 2)
     speculation._chooser._times(2).pays = pays
     speculation.guess([(row.sequence, 1) for row in rows], 2)
     assert [(each.first, each.end) for each in speculation.catch_ups([])] == ([(0, 16)] if pays else [])
@@ -263,7 +310,7 @@ def test_a_draft_on_a_device_has_to_gain_more(overlaps: bool, guesses: int) -> N
 @pytest.mark.parametrize(("most", "allowed"), [(512, False), (2048, True)])
 def test_a_catch_up_has_the_price_of_its_steps(most: int, allowed: bool) -> None:
     progress = draft_model.DraftProgress(4, 4096, most_caught_up=most)
-    assert Speculation(progress, overlaps=True)._budget.allows(64 * 1024, 64) == allowed
+    assert Speculation(progress, overlaps=True)._budget.allows(64 * 512, 64) == allowed
 
 
 @pytest.mark.parametrize(("overlaps", "step_tokens", "most"), [(True, 8192, 2048), (True, 64, 64), (False, 8192, 512)])
@@ -272,7 +319,7 @@ def test_a_device_catches_up_more_tokens_in_a_step(overlaps: bool, step_tokens: 
     speculation = make_speculation(options, 4096, overlaps)
     assert speculation is not None
     planner = Planner(BlockPool(1024), 4, slots=1, step_tokens=4096, prefix_cache=True)
-    planner.add(Planned(job(1, prompt_of(3000), max_tokens=20), 1, 4, 4096, b""))
+    planner.add(Planned(job(1, prompt_of(most + 900), max_tokens=20), 1, 4, 4096, b""))
     sequence = planner.plan().rows[0].sequence
     assert not any(speculation.guess([(sequence, 4)], 1))
     assert [(each.first, each.end) for each in speculation.catch_ups([])] == [(0, most)]
@@ -360,7 +407,7 @@ def test_steps_without_guesses_are_measured_again_while_guesses_pay() -> None:
         plain_s = 0.005 if step < PROBE_STEPS else 0.007
         chooser.observe_step(1, depth, 0.009 if depth else plain_s)
     assert chooser.pays(1)
-    assert chooser.plain_s(1) == pytest.approx(0.007)
+    assert chooser.step_s(1, 0) == pytest.approx(0.007)
 
 
 def test_a_single_step_that_pays_does_not_make_looks_frequent() -> None:

@@ -177,14 +177,20 @@ class DepthChooser:
         """Whether enough guesses were checked at this number of rows to show whether they pay."""
         return self._times(rows).checked >= _ENOUGH_ROWS
 
-    def plain_s(self, rows: int) -> float | None:
-        """Seconds of a step of this number of rows without guesses; None before any was measured."""
-        return self._times(rows).seconds.get(0)
+    def step_s(self, rows: int, depth: int) -> float | None:
+        """Seconds of a step of this number of rows whose longest guess is `depth`; None before any was measured."""
+        return self._times(rows).seconds.get(depth)
 
     def rest(self, rows: int) -> int:
         """Steps of this number of rows until the next look at guesses is due; 0 while guesses pay."""
         times = self._times(rows)
         return max(times.rests_until - times.steps, 0)
+
+    def give_up(self, rows: int) -> None:
+        """Guesses cost more at this number of rows than their steps show: the next look is due after a longer pause."""
+        times = self._times(rows)
+        times.pays, times.wait = False, min(2 * times.wait, _MOST_WAIT)
+        times.rests_until = times.steps + times.wait
 
     def _forget(self) -> None:
         """Forget what earlier guesses showed, because guesses are tried again: too few may have been checked, by chance

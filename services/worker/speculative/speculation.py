@@ -22,6 +22,8 @@ _PLAIN_STEPS, _MOST_PLAIN_STEPS = 32, 256
 """Steps without a question after no answer gained by a guess, and at most until the next look at guesses."""
 _MEASURED_STEPS = 4
 """Steps without guesses that show what such steps take, while guesses pay."""
+_MOST_LOST_STEPS = 12
+"""Steps without guesses in whose time guesses of a draft model may lose by chance, before they are given up."""
 _STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that a draft model computes of a sequence before each guess, at most: more are the price of a pause."""
 
@@ -176,17 +178,27 @@ class Speculation:
         depths, right, self._right = [len(row.guesses) for row in rows], self._right, 0
         if not depths:
             return
-        plain_s = self._chooser.plain_s(len(depths))
+        count, depth = len(depths), max(depths)
+        plain_s, usual_s = self._chooser.step_s(count, 0), seconds
+        if self._caught_up and plain_s is not None:
+            usual_s = min(self._chooser.step_s(count, depth) or plain_s, seconds)
+            self._budget.spend(self._caught_up, seconds - usual_s, count)
+        if depth and plain_s is not None and self._chooser.pays(count):
+            self._gained(plain_s * (1 + right / count) - usual_s, count)
         if self._caught_up:
-            if plain_s is not None:
-                self._budget.spend(self._caught_up, max(seconds - plain_s, 0.0), len(depths))
             return
-        if not max(depths):
+        if not depth:
             self._budget.earn(seconds)
-        elif plain_s is not None and self._chooser.pays(len(depths)):
-            self._budget.gain(plain_s * (1 + right / len(depths)) - seconds, len(depths))
-        if overlapped or max(depths) or not self._overlaps:
-            self._chooser.observe_step(len(depths), max(depths), seconds)
+        if overlapped or depth or not self._overlaps:
+            self._chooser.observe_step(count, depth, seconds)
+
+    def _gained(self, seconds: float, rows: int) -> None:
+        """Guesses of a draft model are given up where they cost more than the times of their steps show."""
+        self._budget.gain(seconds, rows)
+        plain_s = self._chooser.step_s(rows, 0)
+        if self._draft_model and plain_s and self._budget.lost_s(rows) > _MOST_LOST_STEPS * plain_s:
+            self._chooser.give_up(rows)
+            self._budget.looked(rows)
 
     def ended(self, sequence: Sequence) -> None:
         """The sequence's job has ended."""
