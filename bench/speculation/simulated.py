@@ -62,7 +62,7 @@ STEPS = {
     16: Steps((4.4, 5.4, 6.5, 7.0, 7.0, 8.0, 7.7, 7.7, 9.7), 0.022, 5.48),
     64: Steps((5.9, 8.2, 10.5, 15.0, 18.0), 0.045, 8.10),
 }
-CATCH_UP_S, CATCH_UP_TOKEN_S = 0.011, 3e-6
+CATCH_UP_S, CATCH_UP_TOKEN_S = 0.8e-3, 3.2e-6
 """A step in which the draft computes tokens that it has missed takes so much longer, and for each token so much."""
 STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that the draft computes of an answer before each guess, at most."""

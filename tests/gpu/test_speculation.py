@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from bench.speculation import equality
@@ -16,7 +17,7 @@ from services.worker.runners.cuda.drafts.heads import GpuHeads
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.speculative.speculation import Speculation
 from services.worker.structured.compiler import GuidanceForms
-from tests.checkpoints import DEMO, SMALL_DEMO
+from tests.checkpoints import DEMO, SMALL_DEMO, Shape, make_checkpoint
 from tests.draft_heads import make_heads
 from tests.gpu.conftest import EngineMaker
 from tests.parallel_drafts import with_mask
@@ -181,6 +182,51 @@ def test_blocks_from_elsewhere_have_no_hidden_states(checkpoint: Callable[[str],
     assert answer.ended.cost.cached_tokens == 80
     assert answer.tokens == run(open_engine(folder, **options), later)[2].tokens
     assert answer.ended.cost.accepted_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> GpuRunner:
+    """A runner with a draft in int4 whose attention is that of few tokens on a Hopper, too."""
+    shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 8}
+    longer = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
+    folder = make_checkpoint(tmp_path_factory.mktemp("draft"), Shape("llama", {**shape, **longer}))
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_batch_size": 64, "max_seq_length": 2560, "step_tokens": 4096}
+    options |= {"speculate": f"draft:{folder}", "draft_quantize": "int4", "kv_blocks": 320}
+    runner = open_engine(folder, engine="gpu", **options).runner
+    assert isinstance(runner, GpuRunner)
+    return runner
+
+
+@pytest.mark.parametrize("lengths", [[1], [60], [64], [1, 1, 300], [130] * 3, [7] * 40, [33] * 64, [2048]])
+def test_catch_ups_in_graphs_are_those_without(lengths: list[int], drafting: GpuRunner) -> None:
+    """Beside blocks of other answers, which stay as they are."""
+    draft = drafting.draft
+    assert draft is not None
+    assert draft._catch_ups
+    pending = {slot: (5 * slot % 16, [3 + (slot + at) % 250 for at in range(n)]) for slot, n in enumerate(lengths)}
+    blocks = [-(-(first + len(ids)) // 16) for first, ids in pending.values()]
+    for slot, count in enumerate(blocks):
+        first = 1 + sum(blocks[:slot])
+        drafting._tables[slot, :count] = torch.arange(first, first + count, device="cuda", dtype=torch.int32)
+    begun = [torch.randn_like(layer) for layer in draft.kv.layers]
+
+    def caught_up() -> list[Tensor]:
+        for layer, numbers in zip(draft.kv.layers, begun, strict=True):
+            layer.copy_(numbers)
+        draft._catch_up(pending)
+        torch.cuda.synchronize()
+        return [layer.clone() for layer in draft.kv.layers]
+
+    captured = caught_up()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "_catch_ups", {})
+        eager = caught_up()
+    for before, each, other in zip(begun, captured, eager, strict=True):
+        changed = (before != other).flatten(1).any(1).nonzero().flatten().tolist()
+        assert set(changed) - {0} == set(range(1, 1 + sum(blocks)))
+        assert torch.equal(each[1 + sum(blocks) :], before[1 + sum(blocks) :])
+        distance = (each - other)[1:].float().norm() / (before - other)[1:].float().norm()
+        assert distance < 0.02, float(distance)
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint: Callable[[str], Path]) -> None:

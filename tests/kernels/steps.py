@@ -414,21 +414,22 @@ def _runners(
         _copy_weights(small, large)
         guessing = gpu.use_draft(small, torch.float32)
         guessing.allocate(blocks)
-        _hold_passes(guessing)
+        _hold_graphs(guessing)
         draft = CpuHeads(large, ops, blocks, 16, torch.float32)
     if drafts:
         guessing = gpu.use_draft(fast, torch.float32)
         guessing.allocate(blocks)
         guessing.launch_all()
-        _hold_passes(guessing)
+        _hold_graphs(guessing)
         made = CpuDraftModel if exact.config.mask_token is None else CpuParallelDraft
         draft = made(exact, ops, blocks, 16, torch.float32)
     return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32, draft, host_pages)
 
 
-def _hold_passes(guessing: GpuDraftModel) -> None:
-    """As graphs hold them: padded."""
+def _hold_graphs(guessing: GpuDraftModel) -> None:
+    """Hold passes and catch-ups as graphs do: padded."""
     guessing._graphs = {each: partial(guessing._pass, *each) for each in guessing._passes()}
+    guessing._catch_ups = {each: guessing._empty_catch_up(each) for each in guessing._catch_up_sizes()}
 
 
 def _copy_weights(to: Decoder, of: Decoder) -> None:

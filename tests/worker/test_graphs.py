@@ -10,11 +10,12 @@ import torch
 from kernels import kv_pages
 from services.worker.models.decoder import Decoder
 from services.worker.runners.cuda import graphs as graphs_module
+from services.worker.runners.cuda.drafts.draft_model import GpuDraftModel
 from services.worker.runners.cuda.graphs import Graph
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
-from services.worker.runners.step import Rows
+from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS, Rows
 from tests.tiny_config import tiny_config
 
 HALF = torch.float16
@@ -129,3 +130,37 @@ def test_steps_with_guesses_have_graphs_by_rows_and_depth(rows: int, guesses: in
 def test_guesses_are_limited_to_captured_steps() -> None:
     assert [graphs_module.most_guesses(rows, 8) for rows in (1, 16, 32, 33, 64, 65, 256)] == [8, 8, 8, 4, 4, 0, 0]
     assert runner_of().graphs.wanted_guesses() == [], "without speculation there are none"
+
+
+def draft_of(slots: int, step_tokens: int) -> GpuDraftModel:
+    ops = TritonOps()
+    model = Decoder(tiny_config(layers=1, head_dim=64, windows=(None,)), ops, HALF, 512)
+    return GpuRunner(model, ops, 16, slots, 512, step_tokens, HALF, guesses=8).use_draft(model, HALF)
+
+
+@pytest.mark.parametrize(("slots", "step_tokens"), [(64, 2048), (256, 8192), (64, 500), (3, 100), (64, 40)])
+def test_what_a_draft_catches_up_has_a_graph(slots: int, step_tokens: int) -> None:
+    """Of up to 64 rows, and with at most twice the tokens, or 64."""
+    found = draft_of(slots, step_tokens)._catch_up_sizes()
+    assert found == sorted(found, reverse=True)
+    assert all(rows <= tokens for tokens, rows, _ in found)
+    for tokens in range(1, min(step_tokens, DEVICE_CATCH_UP_TOKENS) + 1):
+        for rows in range(1, min(tokens, slots, 64) + 1):
+            size = min(held[0] for held in found if tokens <= held[0] and rows <= held[1])
+            assert size <= max(64, 2 * tokens)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "taken"),
+    [([1], (64, 8, 0)), ([8] * 8, (64, 8, 0)), ([1] * 9, (64, 64, 0)), ([1, 64], (128, 8, 0)), ([65], (128, 8, 0)),
+     ([600], None)],
+)  # fmt: skip
+def test_a_draft_catches_up_with_the_smallest_graph(lengths: list[int], taken: Sizes | None) -> None:
+    draft = draft_of(64, 512)
+    graphs = {sizes: mock.Mock() for sizes in draft._catch_up_sizes()}
+    draft._catch_ups = {**graphs}
+    with mock.patch.object(draft, "_compute") as computed, mock.patch.object(draft, "_send_rows") as sent:
+        draft._catch_up({slot: (3, [5] * length) for slot, length in enumerate(lengths)})
+    assert [sizes for sizes, graph in graphs.items() if graph.called] == ([taken] if taken else [])
+    assert [call.args[1] for call in sent.call_args_list] == [taken or (sum(lengths), len(lengths), 0)]
+    assert computed.called == (taken is None)

@@ -153,11 +153,10 @@ def test_only_the_first_look_at_a_size_of_batch_is_paid_in_advance() -> None:
 def test_what_guesses_gain_pays_for_the_answers_that_join() -> None:
     budget = CatchUpBudget(2048)
     budget.looked(64)
-    budget.gain(0.02, 64)
+    budget.gain(0.01, 64)
     assert not budget.allows(2048, 64)
-    for _ in range(2):
-        budget.gain(0.02, 64)
-    assert budget.allows(2048, 64), "three quarters of 60 ms"
+    budget.gain(0.01, 64)
+    assert budget.allows(2048, 64), "three quarters of 20 ms"
     assert budget.seconds(16) == CatchUpBudget().seconds(16), "other sizes of batch have what they had"
     budget.gain(-0.04, 64)
     assert not budget.allows(2048, 64), "guesses that were wrong cost time"
@@ -210,8 +209,8 @@ def test_right_guesses_of_a_step_that_catches_up_are_gained_and_not_its_price() 
     speculation._budget.gain(0.1, 2)
     speculation._caught_up = 40
     speculation.drawn(guessed[0], 2)
-    speculation.stepped(guessed, usual_s + 0.02, overlapped=False)
-    assert speculation._budget.seconds(2) == pytest.approx(0.75 * (0.1 + (2 + 1) / 2 * 0.01 - usual_s) - 0.02)
+    speculation.stepped(guessed, usual_s + 0.008, overlapped=False)
+    assert speculation._budget.seconds(2) == pytest.approx(0.75 * (0.1 + (2 + 1) / 2 * 0.01 - usual_s) - 0.008)
     assert speculation._chooser.step_s(2, 1) == usual_s
 
 
@@ -244,7 +243,7 @@ def test_an_answer_is_guessed_beside_others_once_catching_up_is_paid() -> None:
 def test_while_guesses_pay_answers_catch_up_step_by_step(pays: bool) -> None:
     """There is time for one step of three."""
     speculation, rows = behind_a_prompt(most_caught_up=16)
-    speculation._budget.gain(0.012, 2)
+    speculation._budget.gain(0.004, 2)
     speculation._chooser._times(2).pays = pays
     speculation.guess([(row.sequence, 1) for row in rows], 2)
     assert [(each.first, each.end) for each in speculation.catch_ups([])] == ([(0, 16)] if pays else [])
@@ -310,7 +309,7 @@ def test_a_draft_on_a_device_has_to_gain_more(overlaps: bool, guesses: int) -> N
 @pytest.mark.parametrize(("most", "allowed"), [(512, False), (2048, True)])
 def test_a_catch_up_has_the_price_of_its_steps(most: int, allowed: bool) -> None:
     progress = draft_model.DraftProgress(4, 4096, most_caught_up=most)
-    assert Speculation(progress, overlaps=True)._budget.allows(64 * 512, 64) == allowed
+    assert Speculation(progress, overlaps=True)._budget.allows(128 * 512, 64) == allowed
 
 
 @pytest.mark.parametrize(("overlaps", "step_tokens", "most"), [(True, 8192, 2048), (True, 64, 64), (False, 8192, 512)])

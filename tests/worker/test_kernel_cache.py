@@ -16,13 +16,10 @@ import torch
 pytest.importorskip("triton")
 
 from kernels import compile_cache
-from kernels.linear import packed_prefill
 from services.worker.build import kernel_cache
 from services.worker.build.kernel_cache import Compilation, Marker, compiling
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
-from services.worker.runners.cuda.drafts.draft_model import CATCH_UPS_AT_START
-from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS
 from tests.checkpoints import DEMO, Shape, make_checkpoint
 from tests.draft_heads import make_heads
 from tests.served import WIDE_EXPERTS
@@ -30,8 +27,6 @@ from tests.tiny_config import tiny_config
 
 CONFIG = tiny_config(layers=4, head_dim=64, windows=(None, 64, None, 64), eos_token_ids=(1,))
 OPTIONS = EngineOptions(engine="gpu", dtype="float32")
-FEW_TOKENS = 64
-"""Tokens up to which products have a kernel for few rows."""
 ORDER = {"folder": "/model", "options": {}}
 
 
@@ -250,17 +245,8 @@ def test_the_kernels_of_a_rounded_draft_are_found(launches: dict[str, list[list[
     assert {"packed_gemm_kernel", "advance_kernel"} <= found, found
 
 
-@pytest.mark.parametrize("shape", [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (28672, 4096)])
-def test_what_a_draft_catches_up_at_the_start_needs_every_kernel_of_later_products(shape: tuple[int, int]) -> None:
-    """On a Hopper GPU. One that is compiled later stops the engine for seconds."""
-    started = {packed_prefill.shape_for(tokens, *shape) for tokens in CATCH_UPS_AT_START if tokens > FEW_TOKENS}
-    later = {packed_prefill.shape_for(tokens, *shape) for tokens in range(FEW_TOKENS + 1, DEVICE_CATCH_UP_TOKENS + 1)}
-    assert later <= started
-
-
 CATCH_UPS = """
 import json, sys
-import torch
 from pathlib import Path
 from tests.kernels import reported_gpu
 
@@ -268,30 +254,19 @@ reported_gpu.use()
 from kernels import attention, compile_cache
 from services.worker.build import compile_kernels
 from services.worker.options import EngineOptions
-from services.worker.runners.cuda.runner import GpuRunner
 
 attention.is_hopper = lambda device: True
-folder, runners, launch_all = Path(sys.argv[1]), [], GpuRunner.launch_all
-GpuRunner.launch_all = lambda runner: (runners.append(runner), launch_all(runner))
+folder = Path(sys.argv[1])
 options = {"max_batch_size": 64, "step_tokens": 512, "max_seq_length": 512, "dtype": "bfloat16"}
-signature = lambda found: {(each.kernel.fn.__name__, repr(each.arguments[0])) for each in found}
 with compile_cache.recording() as found:
     compile_kernels.launch_all(folder, EngineOptions(**options, speculate=f"draft:{folder}", draft_quantize="int4"))
-started = signature(found)
 scheduled = [each for each in found if each.kernel.fn.__name__ == "schedule_kernel"]
-pieces = [each.arguments[3][each.kernel.arg_names.index("BLOCK_V"),] for each in scheduled]
-with torch.inference_mode(), compile_cache.recording() as found:
-    for rows in (1, 3, 16, 17, 64):
-        for lengths in ([1] * rows, [2] * rows, [7] * rows, [2, 5] * -(-rows // 2), [1] * (rows - 1) + [60]):
-            runners[0].draft._catch_up({slot: (40, [5] * length) for slot, length in enumerate(lengths)})
-        for longest in range(2, 129):
-            runners[0].draft.forward.schedule((rows + longest, rows, 0), longest)
-print(json.dumps([len(signature(found)), sorted(name for name, _ in signature(found) - started), sorted({*pieces})]))
+print(json.dumps(sorted({each.arguments[3][each.kernel.arg_names.index("BLOCK_V"),] for each in scheduled})))
 """
 
 
-def test_a_start_runs_every_kernel_with_which_a_draft_catches_up(tmp_path: Path) -> None:
-    """On a Hopper, where more of them depend on the numbers of rows and tokens than on other GPUs."""
+def test_no_step_of_a_draft_has_long_rows_without_tokens(tmp_path: Path) -> None:
+    """On a Hopper, where Triton cannot compile a kernel for 0 pieces of rows."""
     shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 8}
     folder = make_checkpoint(tmp_path, Shape("llama", {**shape, "num_hidden_layers": 1}))
     done = subprocess.run(
@@ -300,10 +275,7 @@ def test_a_start_runs_every_kernel_with_which_a_draft_catches_up(tmp_path: Path)
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    count, missing, pieces = json.loads(done.stdout.splitlines()[-1])
-    assert count > 15
-    assert missing == []
-    assert pieces[0] == 1  # No step has long rows without tokens: Triton cannot compile a kernel for 0 pieces.
+    assert json.loads(done.stdout.splitlines()[-1])[0] == 1
 
 
 def test_ranks_with_whole_experts_run_the_kernels_that_are_compiled_for_the_first(

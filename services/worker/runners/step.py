@@ -31,7 +31,7 @@ MOST_GUESSES = 8
 CATCH_UP_TOKENS = 512
 """Most tokens that a draft model computes in a step before its guesses, of all sequences together."""
 DEVICE_CATCH_UP_TOKENS = 2048
-"""The same on a device: there such a step takes about as long for few tokens as for many."""
+"""The same on a device, which computes them faster."""
 HEADER_WORDS = EDIT_WORDS = ROW_WORDS = 3
 """Words before the edits, words of an edit before its data, words of a row."""
 _STATE = struct.Struct("=7i6f")

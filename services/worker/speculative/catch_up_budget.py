@@ -18,7 +18,7 @@ _FIRST_S, _FIRST_ROW_S = 0.2, 0.003
 """Seconds in advance for each size of batch, and for each answer of it, so that guesses are tried at once."""
 _SAME = 0.75
 """A batch with this part of its answers is still the same one: as one answer ends, another one begins."""
-_FIRST_STEP_S, _FIRST_TOKEN_S = 8e-3, 4e-6
+_FIRST_STEP_S, _FIRST_TOKEN_S = 2e-3, 4e-6
 """Seconds of a step that catches up and of each of its tokens, before any was measured."""
 _WEIGHT = 0.5
 """Weight of the last step in both prices."""

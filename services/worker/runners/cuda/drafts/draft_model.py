@@ -5,11 +5,13 @@ those of the served model, so the slots' tables and sampling settings serve both
 device, where the served model's step reads them.
 
 A pass is a step of rows with a last known token or a guess each; a row of the first pass may have some tokens before
-it, too (see `services.worker.speculative.draft_model`). One captured pass of one token a row serves as first and later
+it, too (see `services.worker.speculative.draft_model`). Other tokens that the draft lacks are caught up before it, in
+captured steps of their own, from which nothing is drawn. One captured pass of one token a row serves as first and later
 pass. The words of all passes are sent once: each pass makes those of the next one (see `kernels.drafts.draft_pass`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kernels import step_io
-from kernels.attention import PIECES_TOKENS
 from kernels.drafts import draft_pass
 from kernels.sampling.slot_settings import SlotSettings
 from kernels.slot_edits import HEADER
@@ -33,8 +34,10 @@ from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS, Rows
 
 Pending = tuple[int, Sequence[int]]
 """The position of the first token that the draft lacks, and the tokens from there to the last known one."""
-CATCH_UPS_AT_START = range(64, DEVICE_CATCH_UP_TOKENS + 1, 64)
-"""Tokens of the catch-ups that are computed at the start. Products of other numbers have the kernels of these."""
+CATCH_UP_TOKENS = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, DEVICE_CATCH_UP_TOKENS + 1, 256))
+"""Tokens of the catch-ups that are captured."""
+CATCH_UP_ROWS = 8, GUESS_ROWS[-1]
+"""Rows of the catch-ups that are captured."""
 _Pass = tuple[int, int]
 """Rows of a pass, and the most tokens of a row: 1 in later passes."""
 
@@ -96,6 +99,8 @@ class GpuDraftModel:
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, settings)
         self._graphs: dict[_Pass, Callable[[], None]] = {}
         """The largest first."""
+        self._catch_ups: dict[Sizes, Callable[[], None]] = {}
+        """The largest first."""
 
     # ---- start-up ----
 
@@ -105,27 +110,37 @@ class GpuDraftModel:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the passes, the largest first. Nothing may be collected meanwhile."""
+        """Capture catch-ups and passes, the largest first. Nothing may be collected meanwhile."""
         pool = torch.cuda.graph_pool_handle()
-        for rows, longest in self._passes():
-            self._begin_empty(rows, longest)
-            self._pass(rows, longest)
+
+        def captured(launch: Callable[[], None]) -> Callable[[], None]:
+            launch()  # compiles, and lets libraries make what they need
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._pass(rows, longest)
-            self._graphs[rows, longest] = graph.replay
+                launch()
+            return graph.replay
+
+        for sizes in self._catch_up_sizes():
+            self._catch_ups[sizes] = captured(self._empty_catch_up(sizes))
+        for each in self._passes():
+            self._graphs[each] = captured(self._empty_pass(*each))
         self._warm_up_follow()
-        self._warm_up_catch_ups()
 
     @torch.inference_mode()
     def launch_all(self) -> None:
         """Launch each kernel once, without capturing anything, so that all are compiled."""
-        for rows, longest in self._passes():
-            self._begin_empty(rows, longest)
-            self._pass(rows, longest)
+        for sizes in self._catch_up_sizes():
+            self._empty_catch_up(sizes)()
+        for each in self._passes():
+            self._empty_pass(*each)()
         self._warm_up_follow()
-        self._warm_up_catch_ups()
+
+    def _catch_up_sizes(self) -> list[Sizes]:
+        """Sizes of the catch-ups that are captured, the largest first."""
+        tokens = {min(count, self._step_tokens) for count in CATCH_UP_TOKENS}
+        sizes = {(count, min(rows, self._slots, count), 0) for count in tokens for rows in CATCH_UP_ROWS}
+        return sorted(sizes, reverse=True)
 
     def _passes(self) -> list[_Pass]:
         """The passes that are captured, those with the most tokens first."""
@@ -143,30 +158,17 @@ class GpuDraftModel:
         words, last, guesses = self._upload.words, self.forward.last_token, self._guesses
         draft_pass.follow(words, (1, 1, 1), 0, guesses, last, guesses, words, 1, redo=self.redoes_guesses)
 
-    def _warm_up_catch_ups(self) -> None:
-        """Run catch-ups of all sizes, which no graph holds. Their attention has kernels that depend on the number of
-        rows and is scheduled by kernels that depend on that of tokens, too; their products have kernels that depend on
-        the number of tokens. To compile one may take seconds."""
-        ahead = min(MOST_GUESS_TOKENS, self._step_tokens)
-        for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS}):
-            sizes = min(max(rows, PIECES_TOKENS), self._step_tokens), rows, 0
-            self._send_rows(empty_step(), sizes)
-            for long_tokens in (0, *range(self._short_tokens + 1, sizes[0] + 1)):
-                self.forward.schedule(sizes, long_tokens)
-            if rows >= 16:
-                self._warm_up_catch_up((ahead, rows, 0))
-        for tokens in (1, *CATCH_UPS_AT_START):
-            if tokens <= self._step_tokens:
-                self._warm_up_catch_up((tokens, 1, 0))
-
-    def _warm_up_catch_up(self, sizes: Sizes) -> None:
-        self._send_rows(empty_step(), sizes)
-        self._settle()
-        self.forward.compute(sizes, sizes[0] - 1, self._first_features)
-
-    def _begin_empty(self, rows: int, longest: int) -> None:
+    def _empty_pass(self, rows: int, longest: int) -> Callable[[], None]:
+        """Send the words of a pass without rows. -> what launches it."""
         self._send([], rows, longest)
         self._settle()
+        return partial(self._pass, rows, longest)
+
+    def _empty_catch_up(self, sizes: Sizes) -> Callable[[], None]:
+        """As `_empty_pass`, of a catch-up."""
+        self._send_rows(empty_step(), sizes)
+        self._settle()
+        return partial(self._compute, sizes, sizes[0] - 1)  # one less: there may also be short rows
 
     def _settle(self) -> None:
         if self._guesses.is_cuda:
@@ -246,9 +248,17 @@ class GpuDraftModel:
         contexts = [first + len(ids) for first, ids in pending.values()]
         ids = np.array([token for _, tokens in pending.values() for token in tokens], np.int32)
         rows = StepRows(Rows(slots, lengths, [0] * len(slots), ids), contexts)
-        self._send_rows(rows, rows.sizes)
-        long_tokens = sum(length for length in lengths if length > self._short_tokens)
-        self.forward.compute(rows.sizes, long_tokens, self._first_features)
+        tokens, count, _ = rows.sizes
+        fitting = [sizes for sizes in self._catch_ups if tokens <= sizes[0] and count <= sizes[1]]
+        self._send_rows(rows, fitting[-1] if fitting else rows.sizes)
+        if fitting:
+            self._catch_ups[fitting[-1]]()
+        else:
+            self._compute(rows.sizes, sum(length for length in lengths if length > self._short_tokens))
+
+    def _compute(self, sizes: Sizes, long_tokens: int) -> None:
+        """A catch-up whose words are on the device. long_tokens: of rows of more tokens than short ones."""
+        self.forward.compute(sizes, long_tokens, self._first_features)
 
     def _held(self, rows: int, longest: int) -> _Pass:
         """The smallest first pass with a graph for these numbers of rows and of tokens of each; without one, these."""
