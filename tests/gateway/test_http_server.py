@@ -86,3 +86,52 @@ async def test_an_offer_of_another_protocol_is_declined_and_its_request_served(b
     writer.close()
     await server.stop()
     assert received.count(b"HTTP/1.1 200 OK\r\n") == received.count(b"\r\n\r\nhello") == 3
+
+
+class Streamed(Counted):
+    """Answers with four parts: two by messages, and those between them by what a stream of events uses."""
+
+    ended = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Gives the response a length if the path says so."""
+        length = [(b"content-length", b"4")] if scope["path"] == "/sized" else []
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        if length:
+            await send({"type": "http.response.body", "body": b"bc", "more_body": True})
+        else:
+            connection = scope["state"]["connection"]
+            connection.put(b"b")
+            connection.put(b"c")
+            connection.flush()
+        await send({"type": "http.response.body", "body": b"d"})
+        self.ended = True
+
+
+@pytest.mark.parametrize(
+    ("head", "ends"),
+    [
+        (b"GET / HTTP/1.0\r\n", b"\r\n\r\nabcd"),
+        (b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n", b"\r\n\r\nabcd"),
+        (b"GET /sized HTTP/1.0\r\n", b"\r\n\r\nabcd"),
+        (b"HEAD /sized HTTP/1.0\r\n", b"\r\n\r\n"),
+        (b"GET /sized HTTP/1.1\r\nconnection: close\r\n", b"\r\n\r\nabcd"),
+        (b"GET / HTTP/1.1\r\nconnection: close\r\n", b"\r\n\r\n1\r\na\r\n1\r\nb\r\n1\r\nc\r\n1\r\nd\r\n0\r\n\r\n"),
+    ],
+)
+async def test_a_client_of_http_1_0_receives_a_stream_without_chunks(head: bytes, ends: bytes) -> None:
+    app = Streamed()
+    server = HttpServer(app, listen("127.0.0.1", 0), stall_s=30, drain_s=1, most_connections=CLIENTS)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head + b"host: weft\r\n\r\n")
+    received = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await server.stop()
+    assert app.ended
+    assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert received.endswith(ends)
+    assert received.count(b"connection: close") == 1
+    chunked = b" HTTP/1.1" in head and b"/sized" not in head
+    assert (b"transfer-encoding: chunked" in received) == chunked

@@ -10,12 +10,13 @@ import logging
 import math
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import httptools
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.process import refuse_to_serve
@@ -126,7 +127,8 @@ class _Protocol(HttpToolsProtocol):
         outbox = self.outbox
         if not outbox.unsent:
             self.loop.call_soon(outbox.flush)
-        outbox.unsent.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
+        chunk = b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data
+        outbox.unsent.append((self.transport, chunk))
 
     def flush(self) -> None:
         """Sends what `put` was given now: what follows is written directly."""
@@ -261,6 +263,20 @@ class _Protocol(HttpToolsProtocol):
             self._timer = None
 
 
+def _without_chunks(send: Send) -> Send:
+    """Sends responses to a client of HTTP/1.0, which knows no chunks: one without a length ends with the connection."""
+    cycle: Any = send.__self__  # type: ignore[attr-defined]
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+        elif not message.get("more_body"):
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return sent
+
+
 class _Server(uvicorn.Server):
     """Leaves the signals of the process to the gateway."""
 
@@ -306,8 +322,12 @@ class HttpServer:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # It would log the text of exceptions.
         self.port = int(listener.getsockname()[1])
         self._listener = listener
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, _without_chunks(send) if scope["http_version"] == "1.0" else send)
+
         config = uvicorn.Config(
-            app,
+            serve,
             http=type(
                 "_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": Outbox(), "application": app}
             ),
