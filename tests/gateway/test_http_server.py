@@ -94,7 +94,7 @@ class Streamed(Counted):
     ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Gives the response a length if the path says so."""
+        """Sends the length of the body first if the path is /sized."""
         length = [(b"content-length", b"4")] if scope["path"] == "/sized" else []
         await send({"type": "http.response.start", "status": 200, "headers": length})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
@@ -135,3 +135,17 @@ async def test_a_client_of_http_1_0_receives_a_stream_without_chunks(head: bytes
     assert received.count(b"connection: close") == 1
     chunked = b" HTTP/1.1" in head and b"/sized" not in head
     assert (b"transfer-encoding: chunked" in received) == chunked
+
+
+@pytest.mark.parametrize("second", [b"1.1", b"1.0"])
+async def test_a_stream_keeps_its_chunks_while_another_request_waits_behind_it(second: bytes) -> None:
+    server = HttpServer(Streamed(), listen("127.0.0.1", 0), stall_s=30, drain_s=1, most_connections=CLIENTS)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(REQUEST + b"GET / HTTP/%b\r\nhost: weft\r\nconnection: close\r\n\r\n" % second)
+    received = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await server.stop()
+    chunked = b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n1\r\nd\r\n0\r\n\r\n"
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in received.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+    assert bodies == [chunked, chunked if second == b"1.1" else b"abcd"]

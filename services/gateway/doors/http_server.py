@@ -12,7 +12,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 import uvicorn
@@ -100,6 +100,8 @@ class _Protocol(HttpToolsProtocol):
     """The client takes data: little is buffered, and the connection is open."""
     lost = False
     """The connection is closed."""
+    chunks = True
+    """The client of the running request knows chunks."""
     outbox: Outbox
     """Of all connections of the server."""
     application: Application
@@ -127,8 +129,7 @@ class _Protocol(HttpToolsProtocol):
         outbox = self.outbox
         if not outbox.unsent:
             self.loop.call_soon(outbox.flush)
-        chunk = b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data
-        outbox.unsent.append((self.transport, chunk))
+        outbox.unsent.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data) if self.chunks else data))
 
     def flush(self) -> None:
         """Sends what `put` was given now: what follows is written directly."""
@@ -265,7 +266,7 @@ class _Protocol(HttpToolsProtocol):
 
 def _without_chunks(send: Send) -> Send:
     """Sends responses to a client of HTTP/1.0, which knows no chunks: one without a length ends with the connection."""
-    cycle: Any = send.__self__  # type: ignore[attr-defined]
+    cycle = cast(Any, send).__self__  # The connection's own may be that of a request that waits for this one.
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -324,7 +325,9 @@ class HttpServer:
         self._listener = listener
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await app(scope, receive, _without_chunks(send) if scope["http_version"] == "1.0" else send)
+            if scope["http_version"] == "1.0":
+                scope["state"]["connection"].chunks, send = False, _without_chunks(send)
+            await app(scope, receive, send)
 
         config = uvicorn.Config(
             serve,
