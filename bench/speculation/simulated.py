@@ -63,7 +63,8 @@ STEPS = {
     64: Steps((5.9, 8.2, 10.5, 15.0, 18.0), 0.045, 8.10),
 }
 CATCH_UP_S, CATCH_UP_TOKEN_S = 0.8e-3, 3.2e-6
-"""A step in which the draft computes tokens that it has missed takes so much longer, and for each token so much."""
+"""A step in which the draft computes tokens that it has missed takes so much longer, and for each token so much (ledger
+0395)."""
 STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that the draft computes of an answer before each guess, at most."""
 PROMPT_TOKEN_S = 18e-6

@@ -245,7 +245,7 @@ def test_the_kernels_of_a_rounded_draft_are_found(launches: dict[str, list[list[
     assert {"packed_gemm_kernel", "advance_kernel"} <= found, found
 
 
-CATCH_UPS = """
+DRAFT_STEPS = """
 import json, sys
 from pathlib import Path
 from tests.kernels import reported_gpu
@@ -270,7 +270,7 @@ def test_no_step_of_a_draft_has_long_rows_without_tokens(tmp_path: Path) -> None
     shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 8}
     folder = make_checkpoint(tmp_path, Shape("llama", {**shape, "num_hidden_layers": 1}))
     done = subprocess.run(
-        [sys.executable, "-c", CATCH_UPS, str(folder)],
+        [sys.executable, "-c", DRAFT_STEPS, str(folder)],
         env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

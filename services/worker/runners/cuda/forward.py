@@ -155,15 +155,11 @@ class GpuForward:
     @torch.inference_mode()
     def compute(self, sizes: Sizes, long_tokens: int, features: Features) -> None:
         """Compute a step from which nothing is sampled, for a draft model."""
-        inputs, step = self.schedule(sizes, long_tokens)
-        self._model.forward(replace(step, features=features(inputs)), self._pool.layers)
-
-    def schedule(self, sizes: Sizes, long_tokens: int) -> tuple[StepInputs, StepTensors]:
-        """Prepare a step from which nothing is sampled, and schedule its attention."""
         inputs = step_io.step_inputs(self._words, *sizes, self._row_tables)
         prompts = self._settings.prompt_len
         step_io.unpack(self._words, self.last_token, prompts, self._tables, inputs, self._pool.block_size)
-        return inputs, self.step_of(inputs, long_tokens, inputs.sampled)
+        step = self.step_of(inputs, long_tokens, inputs.sampled)
+        self._model.forward(replace(step, features=features(inputs)), self._pool.layers)
 
     def step_of(
         self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY, longest: int = 1

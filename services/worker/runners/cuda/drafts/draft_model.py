@@ -35,9 +35,9 @@ from services.worker.runners.step import DEVICE_CATCH_UP_TOKENS, Rows
 Pending = tuple[int, Sequence[int]]
 """The position of the first token that the draft lacks, and the tokens from there to the last known one."""
 CATCH_UP_TOKENS = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, DEVICE_CATCH_UP_TOKENS + 1, 256))
-"""Tokens of the catch-ups that are captured."""
+"""Tokens of the catch-ups that are captured. `DraftProgress` asks for no more in a step."""
 CATCH_UP_ROWS = 8, GUESS_ROWS[-1]
-"""Rows of the catch-ups that are captured."""
+"""Rows of the catch-ups that are captured. More answers are not guessed."""
 _Pass = tuple[int, int]
 """Rows of a pass, and the most tokens of a row: 1 in later passes."""
 
