@@ -4,9 +4,10 @@ pieces of longer rows.
 A program works on keys of one row and head; keys are the rows of both products, as in `kernels.attention.decode_8bit`,
 and the queries of all tokens of the row their columns: query c belongs to the row's token c // SHARE. It requests its
 first tiles, except those with keys of this step, before the previous kernel has ended, using the records that
-`schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. A piece is a row with
-the block table of the row that it was cut from. Names as in `kernels.attention`. 16-bit dtypes over pools of the same
-dtype or of e4m3, D = 64 or 128.
+`schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. Where these are
+many, the last programs of the row and head wait for the others and merge the results of some queries each; programs
+start in order of their number, so those that are waited for run. A piece is a row with the block table of the row that
+it was cut from. Names as in `kernels.attention`. 16-bit dtypes over pools of the same dtype or of e4m3, D = 64 or 128.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,6 +27,7 @@ from kernels.attention.split_schedule import DECODE_UNIT, RECORD
 from kernels.kv_pages import FP8
 
 FEWEST_COLUMNS = gl.constexpr(8)  # of products that tensor cores compute
+MERGERS = gl.constexpr(8)  # programs that merge many partial results of a row and head
 
 
 # ---- a program's keys ----
@@ -182,10 +184,9 @@ def _place(line, K: gl.constexpr, SHARE: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _merge(parts, pieces, target, count, K: gl.constexpr, SHARE: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr,
-           WARPS: gl.constexpr):  # fmt: skip
+           MERGE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Merge the consecutive partial results of a row and head, of `count` queries, and store the result."""
     SIZE: gl.constexpr = LINES * (D + 2)
-    MERGE: gl.constexpr = min(16, 128 // LINES)
     layout: gl.constexpr = _merge_layout(LINES, D, WARPS)
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
     of_sums: gl.constexpr = gl.SliceLayout(0, layout)
@@ -218,6 +219,42 @@ def _merge(parts, pieces, target, count, K: gl.constexpr, SHARE: gl.constexpr, L
 
 
 @gluon.jit
+def _merge_in_turn(parts, arrived, seen, pieces, turn, target, count, K: gl.constexpr, SHARE: gl.constexpr,
+                   LINES: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Wait for all partial results of a row and head, of which `seen` had arrived, and store the results of the queries
+    turn, turn + MERGERS and so on. The last program to do so sets `arrived` back."""
+    SIZE: gl.constexpr = LINES * (D + 2)
+    MERGE: gl.constexpr = 64
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+    of_parts: gl.constexpr = gl.SliceLayout(1, layout)
+    which = gl.arange(0, MERGE, of_parts)
+    lanes = gl.arange(0, D, gl.SliceLayout(0, layout))
+    while seen < pieces:
+        seen = gl.atomic_add(arrived, 0, sem="acquire")
+    gl.thread_barrier()
+    for line in range(turn, count, MERGERS):
+        top, total = -1e30, 0.0
+        mixed = gl.zeros([D], gl.float32, gl.SliceLayout(0, layout))
+        for first in range(0, pieces, MERGE):
+            exists = first + which < pieces
+            place = parts + (first + which) * SIZE
+            values = gl.load(place[:, None] + line * D + lanes[None, :], mask=exists[:, None], other=0.0,
+                             cache_modifier=".cg")  # fmt: skip
+            tops = gl.load(place + LINES * D + line, mask=exists, other=-1e30, cache_modifier=".cg")
+            totals = gl.load(place + LINES * (D + 1) + line, mask=exists, other=0.0, cache_modifier=".cg")
+            new_top = gl.maximum(top, gl.max(tops, 0))
+            rise = gl.exp2(tops - new_top)
+            fade = gl.exp2(top - new_top)
+            mixed = mixed * fade + gl.sum(values * rise[:, None], 0)
+            total = total * fade + gl.sum(totals * rise, 0)
+            top = new_top
+        result = mixed / gl.where(total > 0, total, 1.0)
+        gl.store(target + _place(line, K, SHARE, D) + lanes, result.to(target.dtype.element_ty))
+    if gl.atomic_add(arrived, 1) == pieces + MERGERS - 1:
+        gl.store(arrived, 0)
+
+
+@gluon.jit
 def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, count, K: gl.constexpr,
            SHARE: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Store the result of a row and head, or the program's partial result: weighted values, maxima, sums."""
@@ -232,14 +269,22 @@ def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, 
         gl.store(target + dims[:, None] + place[None, :], result.to(target.dtype.element_ty), mask=some)
     else:
         SIZE: gl.constexpr = LINES * (D + 2)
+        AT_ONCE: gl.constexpr = min(16, 128 // LINES)
         part = parts + gl.program_id(0) * SIZE
         gl.store(part + dims[:, None] + (column * D)[None, :], mixed, mask=some)
         gl.store(part + LINES * D + column, top, mask=column < count)
         gl.store(part + LINES * (D + 1) + column, total, mask=column < count)
         gl.thread_barrier()  # the program's stores precede its arrival
-        if gl.atomic_add(arrived + row * K + head, 1, sem="acq_rel") == pieces - 1:
-            gl.store(arrived + row * K + head, 0)
-            _merge(part - piece * SIZE, pieces, target, count, K, SHARE, LINES, D, WARPS)
+        before = gl.atomic_add(arrived + row * K + head, 1, sem="acq_rel")
+        if pieces < max(AT_ONCE + 1, MERGERS) or LINES == 1:  # One program takes them at once.
+            if before == pieces - 1:
+                gl.store(arrived + row * K + head, 0)
+                _merge(part - piece * SIZE, pieces, target, count, K, SHARE, LINES, D, AT_ONCE, WARPS)
+        elif piece >= pieces - MERGERS:
+            _merge_in_turn(
+                part - piece * SIZE, arrived + row * K + head, before + 1, pieces, pieces - 1 - piece, target, count, K,
+                SHARE, LINES, D, WARPS,
+            )  # fmt: skip
 
 
 # ---- kernel and launch ----
