@@ -135,7 +135,7 @@ def rotated_qkv(
         return q
     if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
         return None
-    tile = qkv_rope.tile_for(x, kv.shape[4])
+    tile = qkv_rope.tile_for(x, len(weight), kv.shape[4], qk_norm is not None)
     if tile is None or (qk_norm is not None and isinstance(tile, Tile)):
         return None
     normed = x if norm is None else normalize(x, norm)

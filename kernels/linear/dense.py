@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.activation import silu_and_mul
 from kernels.dependent_launch import launch_options, prefetch, wait
-from kernels.linear import cublaslt, dense_hopper
+from kernels.linear import cublaslt, dense_gemv, dense_hopper
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile, finish, workspace
 
@@ -190,6 +190,9 @@ def linear(
     if rows == 0:
         return out
     if tile is None and dense_hopper.serves(x):
+        alone = rows == 1 and not (gated and bias is not None)
+        if alone and (shape := dense_gemv.shape_for(n, k, gated)):
+            return dense_gemv.linear(x, weight, bias, residual, gated, out, shape)
         tile = dense_hopper.shape_for(rows, n, k, gated)
     tile = tile or tile_for(rows, n, k, gated, x.dtype)
     if tile is None:

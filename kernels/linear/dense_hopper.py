@@ -30,15 +30,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import is_hopper, processors
-from kernels.linear.chosen_experts import chosen_keys, divisor_of, expert_of, key_at, score_of
 from kernels.linear.gluon_common import (
-    NO_EXPERTS,
     NO_POOL,
+    added_lines,
+    angles_of,
     descriptor,
     flattened,
     parts_at_once,
     pool_arguments,
     store_lines,
+    store_rotated,
     unflattened,
 )
 from kernels.linear.split_k import workspace
@@ -46,22 +47,14 @@ from kernels.operands import Norm
 
 
 @gluon.jit
-def _fetch_weights(w, buffers, full, stage, tile, chunk, expert, each, N, GATED: gl.constexpr, PIECES: gl.constexpr,
-                   PANELS: gl.constexpr, SPARSE: gl.constexpr):  # fmt: skip
+def _fetch_weights(w, buffers, full, stage, tile, chunk, N, GATED: gl.constexpr, PIECES: gl.constexpr,
+                   PANELS: gl.constexpr):  # fmt: skip
     """Load the tile's rows of W for one chunk."""
     for piece in gl.static_range(PIECES):
-        if SPARSE and GATED:
-            row = (expert * 2 + piece) * (each * 64) + tile % each * 64
-        elif SPARSE:
-            row = expert * N + tile * 64
-        elif GATED:
-            row = tile * 64 + piece * N
-        else:
-            row = (tile * PIECES + piece) * 64
-        column = (chunk % each if SPARSE and not GATED else chunk) * PANELS
+        row = tile * 64 + piece * N if GATED else (tile * PIECES + piece) * 64
         for panel in gl.static_range(PANELS):
             place = buffers.index((stage * PIECES + piece) * PANELS + panel)
-            tma.async_copy_global_to_shared(w, [row, (column + panel) * 64], full.index(stage), place)
+            tma.async_copy_global_to_shared(w, [row, (chunk * PANELS + panel) * 64], full.index(stage), place)
 
 
 @gluon.jit
@@ -73,37 +66,23 @@ def _fetch_rows(x, buffers, full, stage, chunk, PANELS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, w, x_buffers, w_buffers, full, empty, logits, each, start, end, N, C, GATED: gl.constexpr,
-             PIECES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-             CHOSEN: gl.constexpr):  # fmt: skip
+def _produce(x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED: gl.constexpr, PIECES: gl.constexpr,
+             PANELS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Producer: load chunks `start` to `end` of all tiles' chunks."""
     BYTES: gl.constexpr = PANELS * 128 * (PIECES * 64 + x_buffers.shape[1])
-    SPARSE: gl.constexpr = logits is not None
-    expert = start - start
-    if SPARSE:
-        if GATED:
-            gdc_wait()
-            gdc_launch_dependents()  # The next kernel reads the logits before it waits.
-        keys = chosen_keys(logits, EXPERTS, CHOSEN, 1)
     first = gl.minimum(end, start + STAGES)
     for unit in range(start, first):
         mbarrier.expect(full.index(unit - start), BYTES)
-        if SPARSE:
-            expert = expert_of(key_at(keys, (unit // C if GATED else unit % C) // each, CHOSEN))
-        _fetch_weights(
-            w, w_buffers, full, unit - start, unit // C, unit % C, expert, each, N, GATED, PIECES, PANELS, SPARSE
-        )
+        _fetch_weights(w, w_buffers, full, unit - start, unit // C, unit % C, N, GATED, PIECES, PANELS)
     gdc_wait()
     for unit in range(start, first):
         _fetch_rows(x, x_buffers, full, unit - start, unit % C, PANELS)
     for unit in range(first, end):
         count = unit - start
         stage = count % STAGES
-        if SPARSE:
-            expert = expert_of(key_at(keys, (unit // C if GATED else unit % C) // each, CHOSEN))
         mbarrier.wait(empty.index(stage), (count // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch_weights(w, w_buffers, full, stage, unit // C, unit % C, expert, each, N, GATED, PIECES, PANELS, SPARSE)
+        _fetch_weights(w, w_buffers, full, stage, unit // C, unit % C, N, GATED, PIECES, PANELS)
         _fetch_rows(x, x_buffers, full, stage, unit % C, PANELS)
 
 
@@ -132,62 +111,40 @@ def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr,
 
 
 @gluon.jit
-def _store_rotated(left, right, bias, qk_norm, eps, cos, sin, positions, kv, slot_mapping, out, head, M, H, G):
-    """Normalize queries and keys if there is a norm, and rotate the halves of a head; store queries in `out`, keys and
-    values in the pool."""
-    BLOCK_M: gl.constexpr = left.shape[1]
-    memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    lanes = gl.arange(0, 64, gl.SliceLayout(1, memory))[:, None]
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
-    some = rows < M
-    left, right = gl.convert_layout(left, memory), gl.convert_layout(right, memory)
-    if bias is not None:
-        left += gl.load(bias + head * 128 + lanes).to(gl.float32)
-        right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)
-    half: gl.constexpr = out.dtype.element_ty
-    if head < H + G:
-        if qk_norm is not None:
-            inverse = gl.rsqrt((gl.sum(left * left, 0) + gl.sum(right * right, 0)) / 128 + eps)[None, :]
-            low = gl.load(qk_norm + head * 128 + lanes).to(gl.float32)
-            high = gl.load(qk_norm + head * 128 + 64 + lanes).to(gl.float32)
-            # Rounded as by a separate norm kernel.
-            left = (left * inverse * low).to(half).to(gl.float32)
-            right = (right * inverse * high).to(half).to(gl.float32)
-        angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes
-        cosine = gl.load(cos + angle).to(gl.float32)
-        sine = gl.load(sin + angle).to(gl.float32)
-        turned = left * cosine + right * sine
-        right = right * cosine - left * sine
-        left = turned
-    if head < H:
-        query = out + (rows * H + head)[None, :] * 128 + lanes
-        gl.store(query, left.to(half), mask=some[None, :])
-        gl.store(query + 64, right.to(half), mask=some[None, :])
-    else:
-        place = gl.load(slot_mapping + rows, mask=some, other=-1)
-        page = kv + (place * (2 * G) + (head - H))[None, :] * 128 + lanes
-        gl.store(page, left.to(half), mask=(place >= 0)[None, :])
-        gl.store(page + 64, right.to(half), mask=(place >= 0)[None, :])
+def _normalized(left, right, low, high, eps, some, half: gl.constexpr):
+    """The halves of a head, [64, BLOCK_M] each, normalized if it is `some`, and rounded as by a separate kernel."""
+    if some:
+        inverse = gl.rsqrt((gl.sum(left * left, 0) + gl.sum(right * right, 0)) / 128 + eps)[None, :]
+        left = (left * inverse * low).to(half).to(gl.float32)
+        right = (right * inverse * high).to(half).to(gl.float32)
+    return left, right
 
 
 @gluon.jit
 def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, qk_norm, eps, cos, sin, positions, kv,
-             slot_mapping, logits, each, parts, arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr,
-             PIECES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-             EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr):  # fmt: skip
+             slot_mapping, parts, arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr,
+             PANELS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer: compute the program's tiles, or its parts of them."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     SIZE: gl.constexpr = 64 * BLOCK_M
     AT_ONCE: gl.constexpr = parts_at_once(2 * BLOCK_M)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    WEIGHTED: gl.constexpr = logits is not None and GATED
-    if WEIGHTED:
-        gdc_wait()
-        keys = chosen_keys(logits, EXPERTS, CHOSEN, 4)
-        divisor = divisor_of(logits, keys, EXPERTS, CHOSEN, NORMALIZED, 4)
+    memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    lanes = gl.arange(0, 64, gl.SliceLayout(1, memory))
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
+    half: gl.constexpr = out.dtype.element_ty
     for tile in range(start // C, (end + C - 1) // C):
         low, high = gl.maximum(start, tile * C), gl.minimum(end, tile * C + C)
         left, right = _sum(x_buffers, w_buffers, full, empty, low - start, high - low, layout, PIECES, PANELS, STAGES)
+        # Inputs of the epilogue are loaded while the parts are joined.
+        added = None
+        if kv is not None:
+            cosine, sine, page = angles_of(cos, sin, positions, slot_mapping, rows, lanes, M, 128)
+            if qk_norm is not None:
+                normed = qk_norm + gl.minimum(tile, H + G - 1) * 128 + lanes
+                low, high = gl.load(normed).to(gl.float32)[:, None], gl.load(normed + 64).to(gl.float32)[:, None]
+        elif bias is not None or residual is not None:
+            added = added_lines(bias, residual, tile * 64 + lanes, rows, M, N)
         first, last = tile * C // span, (tile * C + C - 1) // span
         done = first == last or PARTS
         target = out
@@ -221,20 +178,19 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, qk_norm, ep
                 right = unflattened(flat_right, BLOCK_M, layout)
         if done:
             if kv is not None:
-                _store_rotated(
-                    left, right, bias, qk_norm, eps, cos, sin, positions, kv, slot_mapping, out, tile, M, H, G
-                )
+                low_half, high_half = gl.convert_layout(left, memory), gl.convert_layout(right, memory)
+                if bias is not None:
+                    low_half += gl.load(bias + tile * 128 + lanes).to(gl.float32)[:, None]
+                    high_half += gl.load(bias + tile * 128 + 64 + lanes).to(gl.float32)[:, None]
+                if qk_norm is not None:
+                    low_half, high_half = _normalized(low_half, high_half, low, high, eps, tile < H + G, half)
+                store_rotated(
+                    low_half, high_half, cosine, sine, page, None, kv, out, tile, rows, lanes, M, H, G, 128
+                )  # fmt: skip
             else:
                 if GATED:
                     left = left / (1.0 + gl.exp(-left)) * right
-                if WEIGHTED:
-                    key = key_at(keys, tile // each, CHOSEN)
-                    left *= gl.exp(score_of(key, logits.dtype.element_ty) - score_of(keys[0], logits.dtype.element_ty))
-                    left /= divisor
-                memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-                columns = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, memory))
-                rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
-                store_lines(left, bias, residual, target, columns, rows, M, N, memory)
+                store_lines(left, added, target, tile * 64 + lanes, rows, M, N, memory)
 
 
 @gluon.jit(do_not_specialize=["M", "C", "span", "units"])  # a loop of C = 1 does not compile
@@ -250,13 +206,11 @@ def dense_hopper_kernel(
     positions,  # int64 [M]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
     slot_mapping,  # int64 [M]: block * P + offset; a negative place is not written
-    logits,  # [EXPERTS] or None: W is that of all experts, of which the CHOSEN likeliest multiply one row
-    each,  # tiles of an expert with GATED, else chunks of an expert
     parts,  # float32 [programs, 2, PIECES, BLOCK_M, 64]
     arrived,  # int32 [tiles], zero between launches
     M, N, C, H, G, span, units,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Program p computes chunks p * span to (p + 1) * span of the list of all tiles' chunks, C for each tile."""
     start = gl.program_id(0) * span
@@ -269,18 +223,16 @@ def dense_hopper_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    if logits is None or not GATED:
-        gdc_launch_dependents()
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, qk_norm, eps, cos, sin, positions, kv,
-                        slot_mapping, logits, each, parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES,
-                        PANELS, STAGES, PARTS, EXPERTS, CHOSEN, NORMALIZED)),
-            (_produce, (x, w, x_buffers, w_buffers, full, empty, logits, each, start, end, N, C, GATED, PIECES, PANELS,
-                        STAGES, EXPERTS, CHOSEN)),
+                        slot_mapping, parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES,
+                        PARTS)),
+            (_produce, (x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED, PIECES, PANELS, STAGES)),
         ],
         [1],
-        [24 if logits is None else 40],
+        [24],
     )  # fmt: skip
 
 
@@ -383,44 +335,5 @@ def _launch(
         x=descriptor(x, shape.block_m, 64), w=descriptor(weight, 64, 64), bias=bias, residual=residual, out=out,
         parts=space.parts, arrived=space.arrived, M=rows, N=n, C=chunks, span=span, units=units, GATED=gated,
         BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, PARTS=split > 0,
-        num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **({"qk_norm": None, "eps": 0.0} | pool), **NO_EXPERTS,
-    )  # fmt: skip
-
-
-def experts_up(x: Tensor, weights: Tensor, logits: Tensor, chosen: int, normalized: bool, shape: Shape) -> Tensor:
-    """silu(gate) * up * weight of one row x [1, K] by the likeliest experts of weights [E, 2N, K] -> [1, chosen * N],
-    the likeliest expert's results first. logits [1, E]; normalized: the weights of the chosen experts sum to 1."""
-    count, n, k = weights.shape
-    out = torch.empty(1, chosen * n // 2, dtype=x.dtype, device=x.device)
-    experts = {"logits": logits, "EXPERTS": count, "CHOSEN": chosen, "NORMALIZED": normalized, "each": n // 128}
-    _launch_experts(x, weights.view(count * n, k), None, out, shape, k, experts)
-    return out
-
-
-def experts_down(residual: Tensor, x: Tensor, weights: Tensor, logits: Tensor, chosen: int, shape: Shape) -> None:
-    """residual [1, N] += the sum of x [1, chosen * K], the result of `experts_up`, by the likeliest experts of weights
-    [E, N, K]. The kernel before is that of `experts_up`."""
-    count, n, k = weights.shape
-    each = k // (64 * shape.panels)
-    experts = {"logits": logits, "EXPERTS": count, "CHOSEN": chosen, "NORMALIZED": True, "each": each}
-    _launch_experts(x, weights.view(count * n, k), residual, residual, shape, x.shape[1], experts)
-
-
-def _launch_experts(
-    x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, shape: Shape, inputs: int, experts: dict[str, Any]
-) -> None:
-    n, gated = out.shape[1], residual is None
-    pieces = 1 + gated
-    chunks = inputs // (64 * shape.panels)
-    units = n // 64 * chunks
-    span = triton.cdiv(units, processors(x.device))
-    if gated and span <= chunks:  # A program for each tile: there are no parts to add.
-        span = chunks
-    programs = triton.cdiv(units, span)
-    space = workspace(x.device, programs * 2 * pieces * shape.block_m * 64)
-    dense_hopper_kernel[(programs,)](
-        x=descriptor(x, shape.block_m, 64), w=descriptor(weight, 64, 64), bias=None, residual=residual, out=out,
-        parts=space.parts, arrived=space.arrived, M=1, N=n, C=chunks, span=span, units=units, GATED=gated,
-        BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, PARTS=False,
-        num_warps=4, maxnreg=REGISTERS, launch_pdl=True, qk_norm=None, eps=0.0, **NO_POOL, **experts,
+        num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **({"qk_norm": None, "eps": 0.0} | pool),
     )  # fmt: skip

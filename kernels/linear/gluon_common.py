@@ -123,19 +123,16 @@ def added_lines(bias, residual, columns, rows, M, N):
 
 
 @gluon.jit
-def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.constexpr):
-    """product + bias + residual -> out [M, N], at these columns and rows; `memory` is the layout to write in."""
+def store_lines(product, added, out, columns, rows, M, N, memory: gl.constexpr):
+    """product + added -> out [M, N], at these columns and rows; `memory` is the layout to write in, which `added` has
+    if it is not None."""
     valid = (columns < N)[:, None] & (rows < M)[None, :]
     where = rows.to(gl.int64)[None, :] * N + columns[:, None]
-    if bias is None and residual is None:
-        gl.store(out + where, gl.convert_layout(product.to(out.dtype.element_ty), memory), mask=valid)
+    if added is None:
+        result = gl.convert_layout(product.to(out.dtype.element_ty), memory)
     else:
-        result = gl.convert_layout(product, memory)
-        if bias is not None:
-            result += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
-        if residual is not None:
-            result += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
-        gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
+        result = (gl.convert_layout(product, memory) + added).to(out.dtype.element_ty)
+    gl.store(out + where, result, mask=valid)
 
 
 NO_POOL: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Chooses program shapes for, and launches, the Hopper kernel for one row of x or a few and packed weights.
 
-M rows, N outputs, K inputs; the kernel is in `kernels.linear.packed_gemv_kernel`.
+M rows, N outputs, K inputs; the kernel is in `kernels.linear.gemv_kernel`.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.device import processors
+from kernels.linear.gemv_kernel import gemv_kernel
 from kernels.linear.gluon_common import NO_EXPERTS, NO_POOL, descriptor
 from kernels.linear.packed import CHUNK, PackedWeight
-from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
 WARPS = 8
 """Warps of most programs that multiply; two more load."""
@@ -96,14 +96,14 @@ def linear(
 ) -> None:  # fmt: skip
     """As `packed_gemm.linear_packed` for up to MAX_ROWS rows; with `pool` as `packed_hopper.rotated_qkv`."""
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device), pool)
-    packed_gemv_kernel[grid](**arguments, launch_pdl=True)
+    gemv_kernel[grid](**arguments, launch_pdl=True)
 
 
 def launch(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     shape: Shape, processors: int, pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
-    """The grid and the arguments of `packed_gemv_kernel`."""
+    """The grid and the arguments of `gemv_kernel`."""
     tiles = weight.shape[0] // 16
     return _launch(x, weight, tiles, 1, bias, residual, gated, out, shape, processors, pool, NO_EXPERTS)
 
@@ -133,21 +133,21 @@ def experts_up(x: Tensor, weight: PackedWeight, logits: Tensor, chosen: int, nor
     """As `dense_hopper.experts_up`; weight: of all experts."""
     out = torch.empty(1, chosen * weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     grid, arguments = launch_experts(x, weight, None, out, logits, chosen, normalized, shape, processors(x.device))
-    packed_gemv_kernel[grid](**arguments, launch_pdl=True)
+    gemv_kernel[grid](**arguments, launch_pdl=True)
     return out
 
 
 def experts_down(residual: Tensor, x: Tensor, weight: PackedWeight, logits: Tensor, chosen: int, shape: Shape) -> None:
     """As `dense_hopper.experts_down`; weight: of all experts."""
     grid, arguments = launch_experts(x, weight, residual, residual, logits, chosen, True, shape, processors(x.device))
-    packed_gemv_kernel[grid](**arguments, launch_pdl=True)
+    gemv_kernel[grid](**arguments, launch_pdl=True)
 
 
 def launch_experts(
     x: Tensor, weight: PackedWeight, residual: Tensor | None, out: Tensor, logits: Tensor, chosen: int,
     normalized: bool, shape: Shape, processors: int,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
-    """The grid and the arguments of `packed_gemv_kernel` for experts; without a residual the product is gated."""
+    """The grid and the arguments of `gemv_kernel` for experts; without a residual the product is gated."""
     gated = residual is None
     each = weight.shape[0] // 16
     tiles, boxes = (each * chosen, 1) if gated else (each, chosen)

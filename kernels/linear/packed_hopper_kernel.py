@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.linear.gluon_common import added_lines, angles_of, joined, scaled, store_rotated
+from kernels.linear.gluon_common import added_lines, angles_of, joined, scaled, store_lines, store_rotated
 from kernels.linear.packed import minus_zero, numbers
 
 
@@ -316,6 +316,7 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bi
         # Inputs of the epilogue are loaded while the parts are joined.
         places_of = line + gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
         columns = across * OUTPUTS + lanes
+        added = None
         if ROTATED:
             pairs = across % 2 * 32 + lanes
             cosine, sine, stored_at = angles_of(cos, sin, positions, slot_mapping, places_of, pairs, M, 128)
@@ -343,13 +344,7 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bi
             else:
                 result = product
             if not ROTATED:
-                valid = (columns < N)[:, None] & (places_of < M)[None, :]
-                where = out + places_of.to(gl.int64)[None, :] * N + columns[:, None]
-                if bias is not None or residual is not None:
-                    stored = (gl.convert_layout(result, memory) + added).to(half)
-                else:
-                    stored = gl.convert_layout(result.to(half), memory)
-                gl.store(where, stored, mask=valid)
+                store_lines(result, added, out, columns, places_of, M, N, memory)
 
 
 # A loop of C = 1 does not compile.

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.linear.gluon_common import flattened, scaled, store_lines, unflattened
+from kernels.linear.gluon_common import added_lines, flattened, scaled, store_lines, unflattened
 from kernels.linear.packed import numbers
 from kernels.linear.packed_hopper_kernel import packed_layout
 
@@ -307,7 +307,10 @@ def _store(product, bias, residual, out, across, line, M, N, GATED: gl.constexpr
         product = (gate / (1.0 + gl.exp(-gate)) * up).reshape([32, 64])
     columns = across * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, memory))
     lines = line + gl.arange(0, 64, gl.SliceLayout(0, memory))
-    store_lines(product, bias, residual, out, columns, lines, M, N, memory)
+    added = None
+    if bias is not None or residual is not None:
+        added = added_lines(bias, residual, columns, lines, M, N)
+    store_lines(product, added, out, columns, lines, M, N, memory)
 
 
 @gluon.jit

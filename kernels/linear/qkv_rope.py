@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options
-from kernels.linear import dense_hopper
+from kernels.linear import dense_gemv, dense_hopper, packed_gemv
 from kernels.linear.dense import multiply
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile, join, workspace
@@ -76,19 +76,23 @@ def qkv_kernel(
         tl.store(page + HALF, new_right, mask=written)
 
 
-def tile_for(x: Tensor, dim: int) -> Tile | Shape | None:
-    """The tile for x [M, K] and this head dimension, or None where two kernels are as fast. Measured on one H200."""
+def tile_for(x: Tensor, outputs: int, dim: int, normed: bool = False) -> Tile | Shape | packed_gemv.Shape | None:
+    """The tile for x [M, K], a weight of so many outputs and this head dimension, or None where two kernels are as
+    fast. normed: queries and keys have norms. Measured on one H200."""
     if x.dtype == torch.float32:
         return None
-    shape = dense_hopper.rotated_shape_for(len(x), dim) if dense_hopper.serves(x) else None
-    if shape is not None or len(x) > 16:
+    alone = len(x) == 1 and not normed and dim in (64, 128) and dense_hopper.serves(x)
+    if alone and (shape := dense_gemv.shape_for(outputs, x.shape[1], False)):
         return shape
+    wide = dense_hopper.rotated_shape_for(len(x), dim) if dense_hopper.serves(x) else None
+    if wide is not None or len(x) > 16:
+        return wide
     return Tile(64, 128, 4, 3) if dim <= 64 else Tile(32, 128, 4, 4)
 
 
 def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    slot_mapping_M: Tensor, heads: int, tile: Tile | Shape, qk_norm: Norm | None = None,
+    slot_mapping_M: Tensor, heads: int, tile: Tile | Shape | packed_gemv.Shape, qk_norm: Norm | None = None,
 ) -> Tensor:  # fmt: skip
     """x @ weight.T + bias, rotated; keys and values go to the pool -> the queries [M, H, D].
 
@@ -100,6 +104,10 @@ def rotated_qkv(
             x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads, tile, qk_norm
         )
     assert qk_norm is None
+    if isinstance(tile, packed_gemv.Shape):
+        return dense_gemv.rotated_qkv(
+            x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads, tile
+        )  # fmt: skip
     (rows, k), (kv_heads, dim) = x.shape, kv_NP2GD.shape[3:]
     half = dim // 2
     pairs = (heads + 2 * kv_heads) * half

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
-from kernels.linear import dense_hopper
-from kernels.linear.dense_hopper import Shape
+from kernels.linear import dense_gemv, dense_hopper, packed_gemv
 from kernels.linear.packed import PackedWeight
+from kernels.linear.packed_gemv import Shape
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm, NormKind
 
@@ -33,8 +33,6 @@ class Chances:
     """The weights of the chosen experts sum to 1; otherwise they are parts of the softmax over all experts."""
 
 
-UP, DOWN = (Shape(8, 3, 4), Shape(8, 6, 2)), (Shape(8, 4, 4), Shape(8, 10, 2))
-"""Of plain weights: the first that divides the inputs."""
 _PROGRAMS, _NUMBERS = 64, 64
 """Programs of the router's product, and numbers that a thread holds."""
 MOST_EXPERTS, MOST_CHOSEN = 256, 8
@@ -95,26 +93,17 @@ def add_experts(
     they do. The kernel before is `norm_router`."""
     if activation is not Activation.GATED_SILU:
         return False
-    first, second = _shapes_for(up, down, chances.chosen)
+    kernels: Any = packed_gemv if isinstance(up.weight, PackedWeight) else dense_gemv
+    first, second = _shape_for(up, True, chances.chosen), _shape_for(down, False, chances.chosen)
     if first is None or second is None:
         return False
-    kernels: Any = dense_hopper
-    if isinstance(up.weight, PackedWeight):
-        from kernels.linear import packed_gemv as kernels
     hidden = kernels.experts_up(x, up.weight, chances.logits, chances.chosen, chances.normalized, first)
     kernels.experts_down(residual, hidden, down.weight, chances.logits, chances.chosen, second)
     return True
 
 
-def _shapes_for(up: ExpertStack, down: ExpertStack, chosen: int) -> tuple[Any, Any]:
-    """The shapes of both kernels, or None where it does not serve."""
-    if isinstance(up.weight, PackedWeight) and isinstance(down.weight, PackedWeight):
-        from kernels.linear.packed_gemv import experts_shape_for
-
-        return experts_shape_for(up.weight, True, chosen), experts_shape_for(down.weight, False, chosen)
-    if not isinstance(up.weight, Tensor) or not isinstance(down.weight, Tensor) or down.outputs % 64:
-        return None, None
-    found = ((shape for shape in shapes if inputs % (64 * shape.panels) == 0)
-             for shapes, inputs in ((UP, up.inputs), (DOWN, down.inputs)))  # fmt: skip
-    first, second = (next(shapes, None) for shapes in found)
-    return first, second
+def _shape_for(experts: ExpertStack, gated: bool, chosen: int) -> Shape | None:
+    """The shape of a product's programs, or None where the kernel does not serve."""
+    if isinstance(experts.weight, PackedWeight):
+        return packed_gemv.experts_shape_for(experts.weight, gated, chosen)
+    return dense_gemv.experts_shape_for(experts.outputs, experts.inputs, gated, chosen)

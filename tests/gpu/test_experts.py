@@ -36,7 +36,7 @@ def test_experts_of_one_token(kind: str, dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper")
     shapes = {
-        "plain": ((128, 8, 768, 2048), (8, 2, 1280, 512), (6, 3, 128, 1152)),
+        "plain": ((128, 8, 768, 2048), (8, 2, 1280, 512), (6, 4, 128, 1536), (8, 2, 14336, 1024)),
         "fp8": ((128, 8, 768, 2048), (8, 2, 1024, 4096)),
         "int8": ((40, 4, 256, 1024),),
         "fp8 blocks": ((8, 2, 1024, 2048),),

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from kernels import activation, attention, block_copy, kv_pages, norm, rope_kv
 from kernels.device import is_hopper
-from kernels.linear import cublaslt, dense, dense_hopper
+from kernels.linear import cublaslt, dense, dense_gemv, dense_hopper, packed_gemv
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
 from kernels.operands import Scores
@@ -356,6 +356,8 @@ def test_queries_keys_and_values_of_few_rows(dtype: torch.dtype) -> None:
         if shape is not None and is_hopper(torch.device("cuda", 0)):
             check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype)
             check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype, normed=True)
+        if rows <= packed_gemv.MAX_ROWS and is_hopper(torch.device("cuda", 0)):
+            check_rotated_qkv(rows, heads, kv_heads, dim, 1536, packed_gemv.Shape(8, 2), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -376,6 +378,30 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
             continue  # the gated weight would not fit into shared memory
         wide = rand(2 * n, k, dtype=dtype) / k**0.5
         close(dense.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_one_row_on_a_hopper(dtype: torch.dtype) -> None:
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper")
+    for rows, n, k in (
+        (1, 2048, 4096), (1, 28672, 4096), (1, 4096, 2560), (1, 8192, 8192), (1, 16384, 16384), (1, 48, 512),
+        (3, 272, 1536), (8, 1040, 2048),
+    ):  # fmt: skip
+        x, w, bias, residual = (rand(*s, dtype=dtype) for s in ((rows, k), (n, k), (n,), (rows, n)))
+        w /= k**0.5
+        shape = dense_gemv.shape_for(n, k, False) if rows == 1 else packed_gemv.Shape(8, 2)
+        assert shape is not None or k > 2 * n
+        shape = shape or packed_gemv.Shape(8, 4)
+        exact, half = x.double() @ w.double().T, n // 2
+        for _ in range(2):
+            close(dense_gemv.linear(x, w, bias, None, False, poison(rows, n, dtype=dtype), shape), exact + bias)
+            gated = reference.silu_and_mul(exact)
+            close(dense_gemv.linear(x, w, None, None, True, poison(rows, half, dtype=dtype), shape), gated)
+        expected = exact + residual.double()
+        close(dense_gemv.linear(x, w, None, residual, False, residual, shape), expected)
+        if rows == 1:
+            close(dense.linear(x, w, bias), exact + bias)
 
 
 def test_cublaslt_products_with_chosen_tiles() -> None:

@@ -40,6 +40,7 @@ from kernels.attention import packed_texts, short_prefill
 from kernels.drafts import draft_pass, guesses, hidden_states, parallel_draft
 from kernels.linear import (
     dense,
+    dense_gemv,
     dense_hopper,
     fp8,
     nf4,
@@ -119,6 +120,7 @@ MODULES = (
     dense,
     packed_gemm,
     nf4,
+    dense_gemv,
     dense_hopper,
     resident_hopper,
     resident_norm_hopper,
@@ -397,7 +399,10 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
                 yield f"capped short prefill {rows}", partial(attention.attention, *arguments, CAPPED)
     for rows, dim in ((1, 64), (8, 128), (32, 128)):
         x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
-        for shape in (qkv_rope.tile_for(x, dim), dense_hopper.rotated_shape_for(rows, dim) if hopper else None):
+        row = dense_gemv.shape_for(48 * dim, 4096, False) if hopper and rows == 1 else None
+        for shape in (
+            qkv_rope.tile_for(x, 48 * dim, dim), dense_hopper.rotated_shape_for(rows, dim) if hopper else None, row
+        ):  # fmt: skip
             if shape is not None:
                 yield f"qkv {rows} {dim}", partial(
                     qkv_rope.rotated_qkv, x, new(48 * dim, 4096), new(48 * dim), angles, angles, index(rows), pool,
@@ -414,6 +419,11 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
         shape = dense_hopper.shape_for(8, n, k, gated)
         x, weight, added = new(8, k), new(2 * n if gated else n, k), None if gated else new(8, n)
         yield f"hopper product {n}", partial(dense.linear, x, weight, residual=added, gated=gated, tile=shape)
+    for n, k, gated in ((2048, 4096, False), (8192, 8192, False), (16384, 16384, False), (14336, 4096, True)) * hopper:
+        row, added = dense_gemv.shape_for(n, k, gated), None if gated else new(1, n)
+        assert row is not None
+        weight = new(2 * n if gated else n, k)
+        yield f"row {n} {k}", partial(dense_gemv.linear, new(1, k), weight, None, added, gated, new(1, n), row)
     yield (
         "parts 8",
         partial(dense.parts, new(8, 2048), new(4096, 2048), dense.tile_for(8, 4096, 2048, False, new(1).dtype)),
@@ -507,10 +517,15 @@ def one_token_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[
     """The experts of one token, in the shape of Qwen3-30B-A3B."""
     row, logits = new(1, 2048), new(1, 128)
     yield "logits of one token", partial(one_token.norm_router, row, Norm(new(2048), 1e-6), new(128, 2048), 8, True)
-    first = partial(dense_hopper.experts_up, row, new(128, 1536, 2048), logits, 8, True, one_token.UP[0])
-    yield "experts of one token gated", first
-    second = partial(dense_hopper.experts_down, row, new(1, 6144), new(128, 2048, 768), logits, 8, one_token.DOWN[0])
-    yield "experts of one token added", second
+    for kind, experts, width, k, chosen in (("narrow", 128, 768, 2048, 8), ("wide", 8, 14336, 4096, 2)):
+        first = dense_gemv.experts_shape_for(2 * width, k, True, chosen)
+        second = dense_gemv.experts_shape_for(k, width, False, chosen)
+        assert first is not None
+        assert second is not None
+        row, up, down, logits = new(1, k), new(experts, 2 * width, k), new(experts, k, width), new(1, experts)
+        hidden = new(1, chosen * width)
+        yield f"{kind} experts gated", partial(dense_gemv.experts_up, row, up, logits, chosen, True, first)
+        yield f"{kind} experts added", partial(dense_gemv.experts_down, row, hidden, down, logits, chosen, second)
 
 
 def text_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -710,8 +725,8 @@ def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
 def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of one row and of a few, in shapes that are served."""
     from kernels.linear import packed_gemv
+    from kernels.linear.gemv_kernel import gemv_kernel
     from kernels.linear.gluon_common import NO_POOL, pool_arguments
-    from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
     for name, weight, rows, gated, dim in row_cases():
         laid = packed.pack_weight(weight)
@@ -723,7 +738,7 @@ def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
         pool = pool_arguments(angles, angles, index(rows), kv_pool, index(rows), n // dim - 2) if dim else NO_POOL
         added = None if gated or dim else out
         _, given = packed_gemv.launch(x, laid, None, added, gated, out, shape, 132, pool)
-        compiled = compile_given(record, packed_gemv_kernel, given)
+        compiled = compile_given(record, gemv_kernel, given)
         products = 8 * shape.chunks // shape.warps
         assert compiled.mma_sync == products, "each warp multiplies a chunk at a time"
         # A multiprocessor reserves 1 KiB for each of its programs.
@@ -734,7 +749,7 @@ def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
 def compile_listed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of the experts of one token, in shapes that are served."""
     from kernels.linear import packed_gemv
-    from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
+    from kernels.linear.gemv_kernel import gemv_kernel
 
     fp8, blocks, int4, coarse = "fp8", "blocks", "int4", "int4 of float32 scales"
     cases = (
@@ -762,7 +777,7 @@ def compile_listed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
         out = torch.zeros(1, chosen * n // 2 if gated else n, dtype=torch.bfloat16)
         added = None if gated else out
         _, given = packed_gemv.launch_experts(x, laid, added, out, logits, chosen, not gated, shape, 132)
-        compiled = compile_given(record, packed_gemv_kernel, given)
+        compiled = compile_given(record, gemv_kernel, given)
         assert compiled.mma_sync == 8 * shape.chunks // shape.warps, "each warp multiplies a chunk at a time"
         assert shape.per_sm * (compiled.shared + 1024) <= MOST_SHARED[90] + 1024, f"{kind}: too few fit"
         yield f"{kind} experts {'gated' if gated else 'added'}", compiled
@@ -818,16 +833,19 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
-    dense_programs, resident_programs, norm_programs, adapter_programs = (
+    dense_programs, row_programs, resident_programs, norm_programs, adapter_programs = (
         mock.patch.object(module, name, return_value=132)
-        for module, name in ((dense_hopper, "processors"), (resident_hopper, "processors"),
-                             (resident_norm_hopper, "processors"), (fused, "_processors"))
+        for module, name in ((dense_hopper, "processors"), (dense_gemv, "processors"),
+                             (resident_hopper, "processors"), (resident_norm_hopper, "processors"),
+                             (fused, "_processors"))
     )  # fmt: skip
     split, experts, fp8_experts = (
         mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability])
         for module in (split_k, grouped, grouped_fp8)
     )
-    with dense_programs, resident_programs, norm_programs, adapter_programs, split, experts, fp8_experts:
+    with (
+        dense_programs, row_programs, resident_programs, norm_programs, adapter_programs, split, experts, fp8_experts
+    ):  # fmt: skip
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     if (capability, dtype) != WHOLE:
         chosen = [launch for launch in launches if launch[0] in EVERYWHERE]
@@ -875,7 +893,7 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
             assert compiled.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: packed_hopper_kernel shared {compiled.shared}")
         for name, compiled in (*compile_packed_gemv(record), *compile_listed_gemv(record)):
-            lines.append(f"{name}: packed_gemv_kernel shared {compiled.shared}")
+            lines.append(f"{name}: gemv_kernel shared {compiled.shared}")
         for name, compiled in compile_packed_prefill(record):
             assert compiled.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: packed_prefill_kernel shared {compiled.shared}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, linear, quantized_weights
-from kernels.linear import qkv_rope
+from kernels.linear import packed_gemv, qkv_rope
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
 from kernels.operands import Norm
@@ -26,8 +26,9 @@ from tests.kernels.cases import DEVICE, close, rand
 
 
 def check_rotated_qkv(
-    rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape, dtype: torch.dtype, normed: bool = False
-) -> None:
+    rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape | packed_gemv.Shape, dtype: torch.dtype,
+    normed: bool = False,
+) -> None:  # fmt: skip
     """The fused kernel against a projection, then rotation and writing to the pool. normed: with a norm of queries and
     keys."""
     qk_norm = Norm(rand(heads + kv_heads, dim, dtype=dtype), 1e-6) if normed else None

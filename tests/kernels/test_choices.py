@@ -14,6 +14,7 @@ from kernels import attention, device, kv_pages
 from kernels.attention import decode_hopper
 from kernels.attention.short_prefill import serves_short_prefill
 from kernels.linear import (
+    dense_gemv,
     fp8,
     packed_gemm,
     packed_gemv,
@@ -22,8 +23,8 @@ from kernels.linear import (
     resident_hopper,
     resident_norm_hopper,
 )
+from kernels.linear.gemv_kernel import _octet
 from kernels.linear.packed import PackedWeight, pack_weight
-from kernels.linear.packed_gemv_kernel import _octet
 from kernels.lora import AdapterStack, fused
 from kernels.moe import grouped, grouped_fp8
 from kernels.moe.reference import Routes
@@ -257,6 +258,26 @@ def test_programs_of_one_row() -> None:
     assert [(shape(weight("fp8", k=k), 1) or other(0, 0)).stages for k in (7168, 8192, 16384, 17408)] == [2, 5, 5, 3]
     assert [shape(weight("fp8", n=n), 1) for n in (6336, 6400)] == [other(8, 2, 3, 56), other(8, 4)]
     assert shape(weight("fp8", k=15360, group=128), 1) == other(8, 3)
+
+
+def test_programs_of_one_row_with_weights_of_16_bits() -> None:
+    shape, other = dense_gemv.shape_for, packed_gemv.Shape
+    assert shape(2048, 4096, False) == other(16, 4, 1, 96), "a tile for each program, which has a multiprocessor alone"
+    assert shape(2048, 2048, False) == other(16, 2, 1, 96)
+    assert shape(6144, 4096, False) == shape(14336, 4096, True) == other(16, 3)
+    assert shape(2560, 2560, False) == shape(9728, 2560, True) == other(8, 6)
+    assert shape(16384, 16384, False) == other(16, 6, 1, 96), "two programs' inputs would not fit"
+    for n, k, gated in ((4096, 14336, False), (4096, 4160, False), (4104, 4096, False), (32768, 32768, True)):
+        assert shape(n, k, gated) is None, (n, k)
+
+
+def test_programs_of_experts_with_weights_of_16_bits() -> None:
+    shape, other = dense_gemv.experts_shape_for, packed_gemv.Shape
+    assert shape(1536, 2048, True, 8) == other(16, 6, 1, 96)
+    assert shape(2048, 768, False, 8) == other(32, 3, 1, 96)
+    assert shape(4096, 14336, False, 2) == other(16, 5, 1, 96), "fewer chunks beside the neurons of two experts"
+    assert shape(2880, 2880, True, 4) is None
+    assert shape(2048, 768, False, 3) is None
 
 
 @pytest.mark.parametrize(("gated", "head", "gap"), [(False, 0, 8), (True, 0, 192), (False, 128, 64), (False, 64, 32)])

@@ -45,7 +45,7 @@ def rotated_row(shape: Shape, rows: int) -> Row:
     width, dim = (shape.heads + 2 * shape.kv_heads) * shape.dim, shape.dim
     weights, x, pool = copies(lambda: rand(width, shape.hidden)), rand(rows, shape.hidden), rand(64, 16, 2, 8, dim)
     cos, sin, at = rand(1024, 1, dim), rand(1024, 1, dim), torch.arange(rows, device="cuda")
-    tile = qkv_rope.tile_for(x, dim)
+    tile = qkv_rope.tile_for(x, width, dim)
     assert tile is not None
 
     def apart(w: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
-"""Linear layers of one row or a few with packed 4-bit or 8-bit weights on a Hopper: y = x W^T, in Gluon.
+"""Linear layers of one row or a few on a Hopper: y = x W^T, in Gluon. W has 16-bit floats, or is packed with 4 or 8
+bits.
 
 A tile is 16 rows of W: two octets (8 rows each) that need not be adjacent, such as gates and ups, or the halves of a
-head. Each tile is computed by one program: each of its WARPS warps converts chunks of its own to 16-bit floats, in the
-registers from which tensor cores read them, and multiplies them; then the warps' sums are added. Two more warps load
-one octet each by the bulk copy engine (TMA). All of x stays in shared memory. Names as in `kernels.linear.packed_gemm`,
-and:
+head. Each tile is computed by one program, so no sum waits for another program: each of its WARPS warps brings chunks
+of its own, as 16-bit floats, to the registers from which tensor cores read them, and multiplies them; then the warps'
+sums are added. Two more warps load one octet each by the bulk copy engine (TMA). All of x stays in shared memory. Names
+as in `kernels.linear.packed_gemm`, and:
 
     STEPS boxes of CHUNKS chunks in a tile    W words of a row in a chunk: 16 of four bits, 32 of eight
     ROWS of x: 1, 2, 4 or 8, of which M are there; column c of a product belongs to row c % ROWS
     HEAD numbers of a head where queries and keys are rotated, otherwise 0
+
+A chunk of 16-bit floats ("plain") has 64 inputs, a packed one 128.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -147,6 +150,13 @@ def x_layout(warps, w, rows):
     return gl.DistributedLinearLayout(inner, lanes, _bases(warps, 3, 0, 2), [], [2 * warps, rows, 64])
 
 
+@gluon.constexpr_function
+def plain_layout(warps, rows):
+    """How threads hold numbers of 16 bits, [warps, rows, 64], rows of W or of x: 16 adjacent ones."""
+    lanes = [*_bases(4, 3, 2, 16), *_bases(rows, 3, 1), *[[0, 0, 0]] * (3 - len(_bases(rows, 3, 1)))]
+    return gl.DistributedLinearLayout(_bases(16, 3, 2), lanes, _bases(warps, 3), [], [warps, rows, 64])
+
+
 # ---- multiplying ----
 
 
@@ -178,6 +188,43 @@ def _in_all_columns(x, right: gl.constexpr):
     one: gl.constexpr = gl.SliceLayout(2, columns.type.layout)
     found, _ = gl.broadcast(gl.convert_layout(x, one, assert_trivial=True)[:, :, None, :], columns)
     return gl.convert_layout(found.reshape([WARPS, 64, 8]), right, assert_trivial=True)
+
+
+@gluon.jit
+def _plain_of(buffer):
+    """Numbers of WARPS chunks, [WARPS, rows, 64], in the order in which they are multiplied."""
+    WARPS: gl.constexpr = buffer.shape[0]
+    rows: gl.constexpr = buffer.shape[1]
+    found = buffer.load(plain_layout(WARPS, rows)).reshape([WARPS, rows, 4, 4, 2, 2])
+    return found.permute([0, 1, 3, 4, 2, 5]).reshape([WARPS, rows, 64])
+
+
+@gluon.jit
+def _sum_plain(x_buffers, buffers, full, empty, ready, tile, stage, turn, layout: gl.constexpr, STEPS: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """As `_sum`, of weights that are stored as 16-bit floats."""
+    WARPS: gl.constexpr = layout.warps_per_cta[0]
+    CHUNKS: gl.constexpr = buffers.shape[1]
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    total = gl.zeros([WARPS, 16, 8], gl.float32, layout)
+    for step in range(STEPS):
+        mbarrier.wait(full.index(stage), turn & 1)
+        if tile == gl.program_id(0):
+            mbarrier.wait(ready.index(step), 0)
+        for low in gl.static_range(0, CHUNKS, WARPS):
+            one = _plain_of(buffers.index(stage * 2).slice(low, WARPS))
+            other = _plain_of(buffers.index(stage * 2 + 1).slice(low, WARPS))
+            x = _plain_of(x_buffers.index(step).slice(low, WARPS)).permute([0, 2, 1])
+            if low + WARPS == CHUNKS:
+                fence_async_shared()  # The copy engine could overwrite what loads in flight have not read yet.
+                mbarrier.arrive(empty.index(stage), count=1)
+            a = gl.join(one, other).permute([0, 3, 1, 2]).reshape([WARPS, 16, 64])
+            a = gl.convert_layout(a, left, assert_trivial=True)
+            total = mma_v2(a, _in_all_columns(x, right), total)
+        wraps = (stage + 1 == STAGES).to(gl.int32)
+        turn, stage = turn + wraps, (stage + 1) * (1 - wraps)
+    return total, stage, turn
 
 
 @gluon.jit
@@ -310,14 +357,20 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
         if logits is not None and GATED:
             key = key_at(keys, tile // each, CHOSEN)
             rows = _rows_of(tile % each, gl.arange(0, 16, sixteen), N, GATED, HEAD) + expert_of(key) * (2 * N)
-        if GROUP == 0 and BOXES == 1:
+        SCALED: gl.constexpr = GROUP == 0 and KIND != "plain"
+        if SCALED and BOXES == 1:
             scale = gl.load(scales + rows).to(gl.float32)[:, None]
-        elif GROUP == 0:
+        elif SCALED:
             scale = _scales_of_experts(scales, keys, tile, N, BOXES, layout)
-        total, stage, turn = _sum(
-            x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
-            KIND, GROUP, GATED, HEAD, STEPS, STAGES,
-        )  # fmt: skip
+        if KIND == "plain":
+            total, stage, turn = _sum_plain(
+                x_buffers, packed_buffers, full, empty, ready, tile, stage, turn, layout, STEPS, STAGES
+            )  # fmt: skip
+        else:
+            total, stage, turn = _sum(
+                x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout,
+                half, KIND, GROUP, GATED, HEAD, STEPS, STAGES,
+            )  # fmt: skip
         # Inputs of the epilogue are loaded while the warps' sums are added.
         where, valid = lines[None, :] * N + rows[:, None], (lines < M)[None, :]
         if HEAD:
@@ -328,10 +381,10 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
             added += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
         if bias is not None and not HEAD:
             added += gl.load(bias + rows).to(gl.float32)[:, None]
-        if GROUP == 0 and BOXES > 1:
+        if SCALED and BOXES > 1:
             total *= scale
         product = _sum_of_warps(total, ROWS)
-        if GROUP == 0 and BOXES == 1:
+        if SCALED and BOXES == 1:
             product *= scale
         if HEAD:
             left, right = _halves(product)
@@ -350,10 +403,12 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
 
 
 @gluon.jit(do_not_specialize=["M", "C", "groups", "H", "G", "tiles", "each"])
-def packed_gemv_kernel(
+def gemv_kernel(
     x,  # descriptor of [K / 64, M, 64], boxes of a step and ROWS rows
-    packed,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32]; boxes of a step and eight rows of W
-    scales,  # descriptor of [T * groups, 64], boxes of a step and eight rows; where all inputs share a scale: [T * 64]
+    packed,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32], plain [C, N, 64]; boxes of a step and eight rows
+    # of W
+    scales,  # descriptor of [T * groups, 64], boxes of a step and eight rows; where all inputs share a scale: [T * 64];
+    # plain: None
     zeros,  # uint8 [T, groups, 64] or None
     bias,  # [N] or None
     residual,  # [M, N] or None: added
@@ -373,11 +428,13 @@ def packed_gemv_kernel(
     BOX: gl.constexpr = packed.block_type.shape[0]
     TALL: gl.constexpr = packed.block_type.shape[1]
     CHUNKS: gl.constexpr = BOXES * BOX
+    WORDS: gl.constexpr = packed.block_type.shape[2]
+    PANELS: gl.constexpr = x.block_type.shape[0]
     ROWS: gl.constexpr = x.block_type.shape[1]
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STEPS * BOXES, 2 * BOX, ROWS, 64], x.layout)
-    packed_boxes = gl.allocate_shared_memory(packed.dtype, [STAGES * 2 * BOXES, BOX, TALL, 32], packed.layout)
-    x_buffers = x_boxes._reinterpret(x.dtype, [STEPS, 2 * CHUNKS, ROWS, 64], x.layout)
-    packed_buffers = packed_boxes._reinterpret(packed.dtype, [STAGES * 2, CHUNKS, TALL, 32], packed.layout)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STEPS * BOXES, PANELS, ROWS, 64], x.layout)
+    packed_boxes = gl.allocate_shared_memory(packed.dtype, [STAGES * 2 * BOXES, BOX, TALL, WORDS], packed.layout)
+    x_buffers = x_boxes._reinterpret(x.dtype, [STEPS, BOXES * PANELS, ROWS, 64], x.layout)
+    packed_buffers = packed_boxes._reinterpret(packed.dtype, [STAGES * 2, CHUNKS, TALL, WORDS], packed.layout)
     scale_boxes, held = scales, scales
     if GROUP > 0:
         scale_boxes = gl.allocate_shared_memory(scales.dtype, [STAGES * 2 * BOXES, BOX, 8], scales.layout)
