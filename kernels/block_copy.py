@@ -46,20 +46,24 @@ def pool_addresses(pools: Sequence[Tensor]) -> Tensor:
 
 def _copy(addresses: Tensor, pool: Tensor, blocks: Tensor, staging: Tensor, gather: bool) -> None:
     words = pool[0].numel() * pool.element_size() // WORD_BYTES
-    assert staging.is_contiguous()
+    # Where some layers in a row are copied, the buffer has more of them.
+    layers, rest = divmod(staging.stride(0) * staging.element_size(), words * WORD_BYTES)
+    assert staging[:1].is_contiguous()
+    assert not rest
     assert staging.numel() * staging.element_size() == len(blocks) * len(addresses) * words * WORD_BYTES
     block = min(2048, triton.next_power_of_2(words))
-    if len(blocks):
+    if staging.numel():
         copy_blocks_kernel[(len(blocks), len(addresses), triton.cdiv(words, block))](
-            addresses, staging.view(torch.int64), blocks, words, len(addresses), GATHER=gather, BLOCK=block, num_warps=8
+            addresses, staging.view(torch.int64), blocks, words, layers, GATHER=gather, BLOCK=block, num_warps=8
         )
 
 
 def gather_blocks(addresses: Tensor, pool: Tensor, blocks: Tensor, staging: Tensor) -> None:
     """staging[i, layer] = pools[layer][blocks[i]].
 
-    addresses: `pool_addresses` of all layers; pool: any one of them, for its shape [N, P, 2, K, D] and dtype. blocks
-    int64; staging [len(blocks), layers, P, 2, K, D], contiguous. A page must be a multiple of 8 bytes.
+    addresses: `pool_addresses` of all layers, or of some in a row; pool: any one of them, for its shape [N, P, 2, K, D]
+    and dtype. blocks int64; staging [len(blocks), layers, P, 2, K, D], contiguous, or these layers of such a buffer. A
+    page must be a multiple of 8 bytes.
     """
     _copy(addresses, pool, blocks, staging, True)
 

@@ -132,7 +132,7 @@ BUGS = (
     # ---- blocks that others copy ----
     Bug("copies of a loan that is over are confirmed", "worker/service/block_lender", "            if loan.over:\n",
         "            if False:\n", f"{_LOANS}test_nothing_is_confirmed_when_a_loan_is_over"),
-    Bug("lent blocks are evicted", "worker/engine/block_loans", "            self._pool.share(found)\n",
+    Bug("lent blocks are evicted", "worker/engine/sharing/block_loans", "            self._pool.share(found)\n",
         "            self._pool.share(found)\n            self._pool.release(found)\n            lent.blocks.clear()\n",
         f"{_LOANS}test_lent_blocks_are_kept_until_they_are_returned"),
     Bug("the memory of a dead worker is read", "worker/service/block_lender",

@@ -93,18 +93,21 @@ def test_the_blocks_that_a_step_makes_whole_are_known_while_it_runs() -> None:
     stage = Stage(step_tokens=16)
     first, second = stage.add(list(range(22))), stage.add(list(range(50, 80)))
     keys, others = first.keys.first(5), second.keys.first(7)
-    assert stage.batch.computing(keys) == []
+    assert stage.batch.computing(keys, []) == []
     plan = stage.batch.plan()
-    assert stage.batch.computing(keys) == first.blocks[:4]
-    assert stage.batch.computing([*keys[1:3], *others]) == first.blocks[1:3]
-    assert stage.batch.computing(others) == []
+    assert stage.batch.computing(keys, plan.rows) == first.blocks[:4]
+    assert stage.batch.computing([*keys[1:3], *others], plan.rows) == first.blocks[1:3]
+    assert stage.batch.computing(others, plan.rows) == []
+    ahead = stage.batch.plan()
+    assert shares(ahead) == [(1, 6, True), (2, 10, False)]
+    assert stage.batch.computing(keys, plan.rows) == first.blocks[:4], "not those of the next step"
     for row in plan.rows:
         stage.batch.commit(row, [])
     stage.batch.publish()
-    assert stage.batch.computing(keys) == []
-    assert shares(stage.batch.plan()) == [(1, 6, True), (2, 10, False)]
-    assert stage.batch.computing(keys[4:]) == first.blocks[4:5]
-    assert stage.batch.computing(others) == second.blocks[:2]
+    assert stage.batch.computing(keys, ahead.rows) == []
+    assert stage.batch.computing(keys[4:], ahead.rows) == first.blocks[4:5]
+    assert stage.batch.computing(others, ahead.rows) == second.blocks[:2]
+    assert stage.batch.computing(others, ahead.rows[:1]) == []
 
 
 def test_jobs_that_wait_for_a_leader_continue_when_it_ends() -> None:

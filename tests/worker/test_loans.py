@@ -19,10 +19,10 @@ from protos import mesh_pb2_grpc as mesh_grpc
 from services import host, rpc
 from services.errors import WeftError
 from services.hashing import adapted, block_keys, chain_root, digest
-from services.worker.engine import block_loans
 from services.worker.engine.base import BlockLoan
-from services.worker.engine.block_loans import LOAN_S, BlockLoans
-from services.worker.engine.block_reads import FOLLOW_S
+from services.worker.engine.sharing import block_loans
+from services.worker.engine.sharing.block_loans import LOAN_S, BlockLoans
+from services.worker.engine.sharing.block_reads import FOLLOW_S
 from services.worker.kvcache import mapped_peer, peer_tier
 from services.worker.kvcache.mapped_peer import Borrower
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
@@ -38,7 +38,8 @@ from tests.worker.test_slow_links import FINGERPRINT, Running
 BLOCKS = 40
 KEYS = [digest(bytes([number])) for number in range(10)]
 LAYOUT = "a layout"
-BLOCK_BYTES = 64
+LAYERS, LAYER_BYTES = 8, 32
+BLOCK_BYTES = LAYERS * LAYER_BYTES
 HOST = "this host"
 
 
@@ -51,12 +52,12 @@ class Book:
     def __init__(self) -> None:
         self.pool = BlockPool(BLOCKS)
         self.now = 0.0
-        self.loans = BlockLoans(self.pool, lambda: None, lambda: self.now)
+        self.loans = BlockLoans(self.pool, lambda: None, clock=lambda: self.now)
         self.answers: list[list[int] | None] = []
 
     def lend(self, follow: bool = False) -> BlockLoan:
         """Asks for all keys."""
-        loan = BlockLoan(KEYS, follow, lambda found: self.answers.append(None if found is None else list(found)))
+        loan = BlockLoan(KEYS, follow, lambda part: self.answers.append(None if part is None else list(part.blocks)))
         self.loans.add(loan)
         self.loans.serve()
         return loan
@@ -204,10 +205,15 @@ class Mapped:
     def __init__(self, other: Memory, own: Memory) -> None:
         self.other, self.own, self.closed = other, own, False
 
-    def copy(self, places: Sequence[int]) -> list[bytes]:
+    def copy(
+        self, places: Sequence[int], into: Sequence[Any] = (), begin: int = 0, end: int | None = None
+    ) -> Sequence[bytearray]:
         if self.closed:
             raise CannotShare("closed")
-        made = [self.other.blocks[place] for place in places[: self.own.room]]
+        made = into or [bytearray(BLOCK_BYTES) for _ in places[: self.own.room]]
+        layers = slice(LAYER_BYTES * begin, LAYER_BYTES * (LAYERS if end is None else end))
+        for place, contents in zip(places, made, strict=False):
+            contents[layers] = self.other.blocks[place][layers]
         if any(places):  # Not the measurement.
             self.own.during_copy()
         return made
@@ -450,9 +456,9 @@ async def test_copies_of_a_loan_that_was_over_are_not_used(scene: Scene, monkeyp
     # A copy that is torn: the first block as it was, the others overwritten.
     torn = Mapped.copy
 
-    def copy(self: Mapped, places: Sequence[int]) -> list[bytes]:
+    def copy(self: Mapped, places: Sequence[int], *rest: Any) -> Sequence[Contents]:
         first = torn(self, places[:1])
-        return first + [self.other.blocks[place] for place in places[1:]]
+        return [*first, *(self.other.blocks[place] for place in places[1:])]
 
     monkeypatch.setattr(Mapped, "copy", copy)
     assert await scene.fetch() == 0
@@ -622,8 +628,14 @@ class MappedEnginePool:
     def __init__(self, kv: Any) -> None:
         self.kv = kv
 
-    def copy(self, places: Sequence[int]) -> list[bytes]:
-        return [self.kv.read([place])[0] for place in places]
+    def copy(
+        self, places: Sequence[int], into: Sequence[Any] = (), begin: int = 0, end: int | None = None
+    ) -> Sequence[bytearray]:
+        size = self.kv.block_bytes // len(self.kv.layers)
+        made, end = into or [bytearray(self.kv.block_bytes) for _ in places], end or len(self.kv.layers)
+        for place, contents in zip(places, made, strict=True):
+            (contents[size * begin : size * end],) = self.kv.read_layers([place], begin, end)
+        return made
 
     def close(self) -> None:
         """Nothing is mapped."""

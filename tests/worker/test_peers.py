@@ -18,7 +18,7 @@ from services import rpc
 from services.errors import WeftError
 from services.hashing import digest
 from services.worker.engine.base import BlockRead
-from services.worker.engine.block_reads import BlockReads
+from services.worker.engine.sharing.block_reads import BlockReads
 from services.worker.kvcache import peer_tier
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
 from services.worker.kvcache.pool import LayersComputed
@@ -42,11 +42,12 @@ class FakePool:
 
     block_bytes = BLOCK_BYTES
     host_block_s = 0.0
+    beside = False
     broken = False
     """The step that computes the layers will fail."""
 
     def on_layers(self, call: LayersComputed) -> None:
-        self.call = call
+        raise AssertionError
 
     def read_layers(self, blocks: list[int], begin: int, end: int) -> list[bytes]:
         size = LAYER_BYTES * (end - begin)
@@ -95,14 +96,14 @@ class FakeEngine:
         """Begins a step for these blocks."""
 
         def begin() -> None:
-            self.reads.step_begins()
+            self.reads.void_parts()
             self.kv.broken, self.step = broken, {KEYS[block - 1]: block for block in blocks}
 
         self._do(begin)
 
     def layers(self, computed: int) -> None:
         """So many layers of the step are computed."""
-        self._do(lambda: self.kv.call(computed, LAYERS))
+        self._do(lambda: self.reads.layers_computed(computed, LAYERS))
 
     def _do(self, call: Callable[[], object]) -> None:
         done = threading.Event()
@@ -335,11 +336,11 @@ async def test_parts_that_are_not_sent_end_the_reading() -> None:
     reads = BlockReads(pool, kv, lambda: None, lambda keys: list(range(1, len(keys) + 1)))
     reads.add(read)
     for computed in (2, 4, 6, 6, 6):
-        kv.call(computed, LAYERS)
+        reads.layers_computed(computed, LAYERS)
     assert (4 << 20) - 4 * LAYER_BYTES < read.read_bytes <= 4 << 20
     read.sent_bytes = read.read_bytes
     before = read.read_bytes
-    kv.call(6, LAYERS)
+    reads.layers_computed(6, LAYERS)
     assert read.read_bytes > before
 
 

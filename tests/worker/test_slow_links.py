@@ -259,7 +259,7 @@ async def test_layers_of_a_step_that_failed_are_sent_again() -> None:
         prompt = prompt_of(TOKENS, seed=1000)
         workers.second.engine.prefetch(workers.proxy.address, keys_of(prompt))
         async with asyncio.timeout(60):
-            while not first.engine._reads._reads:  # noqa: ASYNC110 - another thread changes it
+            while not first.engine._sharing.reads._reads:  # noqa: ASYNC110 - another thread changes it
                 await asyncio.sleep(0.005)
         model.between_layers = fail
         first.engine.submit(job(1000, prompt, max_tokens=2, handoff=True))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.hashing import block_keys, chain_root
-from services.worker.engine.base import BlockLoan
+from services.worker.engine.base import BlockLoan, LentBlocks
 from services.worker.engine.generation import GenerationEngine
 from services.worker.engine.step_times import StepTimes
 from services.worker.job import EndReason, Job, StepOutput
@@ -373,9 +373,9 @@ def test_blocks_are_lent_before_any_is_offered(sharing: Sharing) -> None:
     engine, remote = sharing()
     offered: list[int] = []
 
-    def lent(blocks: Sequence[int] | None) -> None:
-        assert blocks is not None
-        offered.extend(len(remote.contents) for _ in blocks)
+    def lent(part: LentBlocks | None) -> None:
+        assert part is not None
+        offered.extend(len(remote.contents) for _ in part.blocks)
 
     engine.lend_blocks(BlockLoan(keys, True, lent))
     answer_of(engine)

@@ -57,16 +57,34 @@ class BlockRead:
         """No client waits for the answer any more. Its caller writes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """The next blocks of a loan, or some layers of those that the running step computes."""
+
+    blocks: Sequence[int]
+    """Their numbers."""
+    begin: int = 0
+    """The first of the layers that may be copied now. Copies of those before it, which were named earlier, count."""
+    end: int | None = None
+    """The layer behind them. None: all layers are computed, and the blocks are lent."""
+
+
 class BlockLoan:
     """A request of another worker to copy blocks itself: they stay unchanged where they are until it has.
 
     The engine's thread lends blocks as they are computed, and ends a loan that makes no progress.
     """
 
-    def __init__(self, keys: Sequence[bytes], follow: bool, answer: Callable[[Sequence[int] | None], object]) -> None:
-        """follow: wait for blocks that are not computed yet. answer: called from the engine's thread with the numbers
-        of the next blocks, and with None when the loan is over."""
-        self.keys, self.follow, self.answer = keys, follow, answer
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        follow: bool,
+        answer: Callable[[LentBlocks | None], object],
+        in_parts: bool = False,
+    ) -> None:
+        """follow: wait for blocks that are not computed yet. in_parts: name layers of blocks while the rest of them is
+        computed. answer: called from the engine's thread with the next blocks, and with None when the loan is over."""
+        self.keys, self.follow, self.answer, self.in_parts = keys, follow, answer, in_parts
         self.lent = 0
         """Blocks that were lent. The engine's thread writes it."""
         self.returned = 0

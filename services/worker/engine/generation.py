@@ -20,13 +20,12 @@ from services.worker.engine.active_job import ActiveJob
 from services.worker.engine.adapters import AdapterLoads
 from services.worker.engine.answers import advance
 from services.worker.engine.base import GENERATE, BlockLoan, BlockRead, EngineEvents
-from services.worker.engine.block_loans import BlockLoans
-from services.worker.engine.block_reads import BlockReads
 from services.worker.engine.inbox import Arrival, Inbox, Prefetch
 from services.worker.engine.packing import SlotEdits
 from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.scored_prompts import ScoredPrompts
+from services.worker.engine.sharing.block_sharing import BlockSharing
 from services.worker.engine.step_times import StepTimes
 from services.worker.engine.steps_in_flight import StepInFlight, StepPart
 from services.worker.engine.structured import FormedRow, StructuredJobs, likely, refused
@@ -130,8 +129,7 @@ class GenerationEngine:
             self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake,
             lambda blocks: self.speculation.overwritten(blocks) if self.speculation else None,
         )  # fmt: skip
-        self._reads = BlockReads(self.planner.pool, runner.kv, self.inbox.wake, self.planner.computing)
-        self._loans = BlockLoans(self.planner.pool, self.inbox.wake)
+        self._sharing = BlockSharing(self.planner, runner.kv, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
 
@@ -177,11 +175,11 @@ class GenerationEngine:
 
     def read_blocks(self, read: BlockRead) -> None:
         """Answer another worker's request for contents of blocks."""
-        self._reads.add(read)
+        self._sharing.reads.add(read)
 
     def lend_blocks(self, loan: BlockLoan) -> None:
         """Lend blocks to another worker, which copies them itself."""
-        self._loans.add(loan)
+        self._sharing.loans.add(loan)
 
     def wake(self) -> None:
         """Make `run` look at its stop event now."""
@@ -231,7 +229,7 @@ class GenerationEngine:
                 events.stepped(self._step())
                 self._end_step()
             elif not self._move_blocks():
-                self.inbox.sleep(IDLE_WAIT_S, lambda: prefixes.answered or self._asked or stop.is_set())
+                self.inbox.sleep(IDLE_WAIT_S, lambda: prefixes.answered or self._sharing.asked or stop.is_set())
 
     def step(self) -> StepOutput:
         """Take messages, launch steps until as many are in flight as the runner allows, collect the oldest.
@@ -263,8 +261,7 @@ class GenerationEngine:
         """Publish the blocks that a step has computed, and exchange some with other tiers."""
         self.profiler.enter("publishing")
         self.planner.publish()
-        self._loans.serve()  # Before all else: another worker's answer waits for these blocks.
-        self._reads.serve()
+        self._sharing.step_ends()  # Before all else: another worker's answer waits for these blocks.
         if self._computed:
             for sequence in self._computed:
                 self.prefixes.computed(sequence)
@@ -276,19 +273,13 @@ class GenerationEngine:
     def _move_blocks(self) -> bool:
         """Exchange blocks with other tiers while there are no jobs. -> whether there are more to move at once."""
         self.prefixes.settle()
-        self._loans.serve()
-        reads, offers = self._reads.serve(), self.prefixes.offer_some()
+        reads, offers = self._sharing.serve(), self.prefixes.offer_some()
         self._publish()
         return offers or reads
 
-    @property
-    def _asked(self) -> bool:
-        """Whether other workers have asked for something that was not looked at."""
-        return self._reads.pending or self._loans.pending
-
     def check_integrity(self) -> None:
         """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
-        self.planner.check(self._loans.blocks)
+        self.planner.check(self._sharing.loans.blocks)
 
     def warm_up(self, progress: Progress) -> None:
         """Run one job twice, so that the first real one finds warm code and known step times. Raises CheckpointError
@@ -393,7 +384,7 @@ class GenerationEngine:
             self.profiler.enter("packing")
             words = packing.pack(edits, rows)
             self.profiler.enter("launch")
-            self._reads.step_begins()
+            self._sharing.step_begins(rows)
             handle = self.runner.launch(words)
         except Exception as error:
             if len(rows) == 1:
@@ -412,6 +403,8 @@ class GenerationEngine:
         began = max(step.launched_s, self._last_end_s)
         for part in step.parts:
             self.profiler.enter("waiting")
+            prompts = range(part.answers(), len(part.rows))
+            self._sharing.awaits([part.rows[at] for at in prompts if self._job_of(part.rows[at], part.preemptions[at])])
             result = self.runner.collect(part.handle)
             self.profiler.enter("collecting")
             self._collect(part, result, output)

@@ -7,8 +7,7 @@ unchanged until it was copied: whatever happens to that worker, no other content
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,9 @@ from grpc import StatusCode, aio
 from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
+from services.worker.kvcache.loan_copies import LoanCopies
 from services.worker.kvcache.shared_memory import CannotShare, MappedPool, SharedMemory
-from services.worker.kvcache.tiers import BlockRequest, Contents
+from services.worker.kvcache.tiers import BlockRequest
 from services.worker.kvcache.transfer_cost import TransferCost
 
 log = structlog.get_logger("worker.peers")
@@ -111,10 +111,10 @@ class MappedPeer:
         call = self._stub().LendBlocks(metadata=self._metadata)
         responses = _Responses(call)
         blocks = cache.BlockList(keys=b"".join(request.keys), layout=self._layout)
-        opening = mesh.OpenLoan(blocks=blocks, follow=request.follow, memory_id=mapped.memory_id)
+        opening = mesh.OpenLoan(blocks=blocks, follow=request.follow, memory_id=mapped.memory_id, in_parts=True)
         try:
             await _send(call, mesh.LendBlocksRequest(open=opening))
-            return await self._copy_lent(call, responses, mapped.pool, request, received)
+            return await self._copy_lent(call, responses, LoanCopies(mapped.pool), request, received)
         finally:
             responses.close()
             call.cancel()
@@ -123,39 +123,37 @@ class MappedPeer:
         self,
         call: Any,
         responses: "_Responses",
-        pool: MappedPool,
+        copies: LoanCopies,
         request: BlockRequest,
         received: Callable[[int], None],
     ) -> str:
-        lent, copies = deque[int](), deque[Contents]()
-        copied = kept = 0
+        kept = 0
         while kept < len(request.keys):
             if request.abandoned:
                 return "abandoned"
             full = False
-            if lent:
+            if copies.waiting:
                 began = time.monotonic()
-                made: Sequence[Contents] = await self._borrower.run(pool.copy, list(lent))
-                copies += made
-                copied += len(made)
-                for _ in made:
-                    lent.popleft()
-                if len(made) >= _LEAST_MEASURED_BLOCKS:
-                    self.link.moved(len(made) * self._block_bytes, time.monotonic() - began)
+                made, anew = await self._borrower.run(copies.copy)
+                if made >= _LEAST_MEASURED_BLOCKS and anew:
+                    self.link.moved(made * self._block_bytes, time.monotonic() - began)
                 if made:
-                    await _send(call, mesh.LendBlocksRequest(copied=copied))
-                full = not made and not copies
+                    await _send(call, mesh.LendBlocksRequest(copied=copies.copied))
+                full = not made and not copies.unconfirmed
             response = await responses.next(_ROOM_S if full else None)
             if response is None:
                 continue
             if response is aio.EOF or response.over:
-                return "revoked" if copies or lent else "absent"
-            lent += response.places
+                return "revoked" if copies.waiting or copies.unconfirmed else "absent"
+            if response.layers:
+                await self._borrower.run(copies.begin, response.places, response.first_layer, response.layers)
+            else:
+                copies.lend(response.places, response.first_layer)
             if response.kept > kept:
-                count = min(response.kept, copied) - kept
+                count = min(response.kept, copies.copied) - kept
                 kept += count
                 received(count)
-                request.answer(request, [copies.popleft() for _ in range(count)])
+                request.answer(request, copies.take(count))
         return "fetched"
 
     # ---- mapping ----

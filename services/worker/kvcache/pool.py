@@ -8,8 +8,12 @@ from typing import Protocol, runtime_checkable
 
 from services.worker.kvcache.tiers import Contents
 
-LayersComputed = Callable[[int, int], None]
-"""Called between two layers of a step with the number of layers that are computed, and that of all layers."""
+PARTS = 4
+"""Parts in which a block leaves while its layers are computed, at most."""
+
+LayersComputed = Callable[[int, int], bool]
+"""Called while a step is computed with the number of layers that are computed, and that of all layers. -> whether other
+workers may want more of the step."""
 
 
 class KvPool(Protocol):
@@ -39,10 +43,15 @@ class KvPool(Protocol):
 
 @runtime_checkable
 class LayeredPool(KvPool, Protocol):
-    """A pool whose layers the engine's thread computes one after another: contents can be read between two of them."""
+    """A pool of whose blocks some layers can be read while the step computes the others."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether a device computes the layers beside the engine's thread; otherwise that thread does itself."""
 
     def read_layers(self, blocks: list[int], begin: int, end: int, /) -> list[bytes]:
-        """Of the contents of blocks, those of layers `begin` to `end`."""
+        """Of the contents of blocks, those of layers `begin` to `end`, which are computed."""
 
     def on_layers(self, call: LayersComputed, /) -> None:
-        """Call this between the layers of steps."""
+        """Call this from the engine's thread as layers of a step are computed: between two of them, or again and again
+        while the thread waits for the step and the call returns True."""

@@ -13,9 +13,13 @@ class CannotShare(Exception):
 class MappedPool(Protocol):
     """The pool of another worker, mapped into this process. One thread uses it."""
 
-    def copy(self, places: Sequence[int], /) -> Sequence[Contents]:
-        """Copy these blocks into this worker's memory and wait for it; only the first ones if there is no room for all
-        now. The other worker must not change them meanwhile. Raises CannotShare."""
+    def copy(
+        self, places: Sequence[int], into: Sequence[Contents] = (), begin: int = 0, end: int | None = None, /
+    ) -> Sequence[Contents]:
+        """Copy layers `begin` to `end` (None: all from `begin` on) of these blocks into this worker's memory and wait
+        for it. The other worker must not change them meanwhile. into: what an earlier call has returned, which had
+        copied the layers before; without it, only the first blocks are copied if there is no room for all now. -> the
+        contents. Raises CannotShare."""
 
     def close(self) -> None:
         """Unmap it. Not to be used afterwards."""

@@ -244,14 +244,16 @@ class Planner:
         self._note_begun()
         return key in self._computing
 
-    def computing(self, keys: Many[bytes]) -> list[int]:
-        """The blocks that the step that was planned last makes whole, for the first of these keys of one prompt."""
+    def computing(self, keys: Many[bytes], rows: Iterable[Row]) -> list[int]:
+        """The blocks that a step with these rows makes whole, for the first of these keys of one prompt. No earlier
+        step is in flight."""
         self._note_begun()
         sequence = self._computing.get(keys[0]) if keys else None
-        if sequence is None:
+        row = next((row for row in rows if row.sequence is sequence), None)
+        if sequence is None or row is None:
             return []
         first = sequence.keys.index(keys[0])
-        blocks = sequence.blocks[first : sequence.computed // self.block_size]
+        blocks = sequence.blocks[first : (row.start + row.tokens) // self.block_size]
         same = (key == sequence.keys.at(index) for index, key in enumerate(keys[: len(blocks)], first))
         return blocks[: sum(itertools.takewhile(bool, same))]
 

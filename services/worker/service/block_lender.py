@@ -5,7 +5,7 @@ What describes the memory is as secret as what is in it: only authenticated link
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import structlog
@@ -15,7 +15,7 @@ from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
 from services.block_messages import keys_of
 from services.errors import WeftError, invalid
-from services.worker.engine.base import BlockLoan
+from services.worker.engine.base import BlockLoan, LentBlocks
 
 log = structlog.get_logger("worker.peers")
 
@@ -66,12 +66,14 @@ class BlockLender:
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[mesh.LendBlocksResponse | WeftError | None] = asyncio.Queue()
 
-        def lent(blocks: Sequence[int] | None) -> None:
+        def lent(part: LentBlocks | None) -> None:
             """The engine's thread calls it."""
-            answer = mesh.LendBlocksResponse(places=blocks or (), over=blocks is None)
+            answer = mesh.LendBlocksResponse(over=True)
+            if part is not None:
+                answer = mesh.LendBlocksResponse(places=part.blocks, first_layer=part.begin, layers=part.end or 0)
             loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        loan = BlockLoan(keys, first.open.follow, lent)
+        loan = BlockLoan(keys, first.open.follow, lent, first.open.in_parts)
         self._engine.lend_blocks(loan)
         reader = asyncio.create_task(self._read(requests, loan, answers))
         try:

@@ -30,7 +30,10 @@ def test_blocks_of_another_pool_are_staged_and_written_unchanged() -> None:
     staged._pages.fill_(-1)
     room = len(staged.free)
     addresses = block_copy.pool_addresses(others)
-    first, second = staged.fill(addresses, [5, 2]), staged.fill(addresses, [7, 1, 8])
+    first, second = staged.take(2), staged.take(3)
+    staged.fill(first, addresses, [5, 2])
+    for layers in (slice(0, 1), slice(1, None)):
+        staged.fill(second, addresses, [7, 1, 8], layers)
     assert [len(page) for page in first] == [3 * 16 * 2 * 3 * 8 * 2] * 2
     assert len(staged.free) == room - 5
     for other in others:
@@ -45,10 +48,10 @@ def test_blocks_of_another_pool_are_staged_and_written_unchanged() -> None:
 
 
 def test_only_as_many_blocks_are_staged_as_there_are_pages() -> None:
-    others, pools = ([rand(9, 16, 2, 3, 8, dtype=HALF) for _ in range(2)] for _ in range(2))
-    staged = StagedPages(pools)
-    kept = [staged.fill(block_copy.pool_addresses(others), [1] * 100) for _ in range(4)]
-    assert [len(pages) for pages in kept] == [100, 100, len(staged._pages) - 200, 0]
+    staged = StagedPages([rand(9, 16, 2, 3, 8, dtype=HALF) for _ in range(2)])
+    kept = [staged.take(100), staged.take(100, spare=128), *(staged.take(100) for _ in range(3))]
+    assert [len(pages) for pages in kept] == [100, 28, 100, 28, 0]
+    assert staged.take(1, spare=128) == []
 
 
 def test_pages_are_copied_to_host_memory_and_back_unchanged() -> None:

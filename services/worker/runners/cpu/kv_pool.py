@@ -18,6 +18,8 @@ class CpuPool:
 
     host_block_s = 0.0
     """Blocks are in host memory already."""
+    beside = False
+    """The engine's thread computes the layers."""
 
     def __init__(self, config: ModelConfig, blocks: int, block_size: int, stored: torch.dtype) -> None:
         """Room for blocks 1 to `blocks`, each of `block_size` tokens."""
@@ -43,7 +45,7 @@ class CpuPool:
         return self.read_layers(blocks, 0, len(self.layers))
 
     def read_layers(self, blocks: list[int], begin: int, end: int) -> list[bytes]:
-        """Of the contents of blocks, those of layers `begin` to `end`."""
+        """Of the contents of blocks, those of layers `begin` to `end`, which are computed."""
         layers = np.stack([contents[blocks] for contents in self._contents[begin:end]], axis=1)
         return [block.tobytes() for block in layers]
 

@@ -5,6 +5,7 @@ logits, and then for each row how many draws are kept, or for each token whether
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from kernels import step_io
+from services.worker.runners.cuda.layer_events import Mark
 from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.masked_draws import MaskedRows
 from services.worker.runners.cuda.scores import PromptLines
@@ -52,6 +54,8 @@ class GpuStep:
     """Rows that draw later, under masks."""
     prompts: PromptLines | None = None
     """Its lines of prompts whose log-probabilities are asked for."""
+    layers: Sequence[Mark] = ()
+    """When some of its layers are computed."""
 
     @property
     def undrawn(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels import kv_pages
 from services.worker.kvcache.pages import make_layers
+from services.worker.kvcache.pool import LayersComputed
 from services.worker.kvcache.tiers import Contents
 from services.worker.models.config import ModelConfig
 from services.worker.runners.cuda.hidden import GpuHidden
@@ -19,7 +20,10 @@ from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages
 
 
 class GpuPool:
-    """A `KvPool` that is allocated once it is known how much memory is left. Until then it has block 0, padding."""
+    """A `LayeredPool` that is allocated once it is known how much memory is left. Before, it has block 0, padding."""
+
+    beside = True
+    """The device computes the layers."""
 
     def __init__(self, config: ModelConfig, block_size: int, stored: torch.dtype, device: torch.device) -> None:
         """For blocks of `block_size` tokens, whose numbers are stored as `stored`."""
@@ -30,9 +34,13 @@ class GpuPool:
         """The hidden states of the blocks' tokens; None: they are not needed."""
         self.host_block_s = 0.0
         """Measured seconds that a block takes to host memory and back."""
+        self.call: LayersComputed | None = None
+        """Is called as layers of a step are computed."""
         self._host_pages: HostPages | None = None
         self._staged_pages: StagedPages | None = None
-        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        # Its kernels are small, and the steps' large ones leave no room for those that may wait.
+        self._side: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def allocate(self, blocks: int) -> None:
         """Allocate blocks 1 to `blocks`, all zeros. To be called before a graph is captured or host pages are made:
@@ -61,13 +69,24 @@ class GpuPool:
 
     def read(self, blocks: list[int]) -> list[bytes]:
         """The contents of computed blocks: keys and values, layer after layer. Steps in flight continue."""
-        if self.device.type == "cuda":
-            with torch.cuda.stream(self._side):
-                contents = self._gather(blocks).cpu()
+        return self.read_layers(blocks, 0, len(self.layers))
+
+    def read_layers(self, blocks: list[int], begin: int, end: int) -> list[bytes]:
+        """Of the contents of blocks, those of layers `begin` to `end`, which are computed. Steps in flight continue."""
+        if self._side is None:
+            contents = self._gather(blocks, begin, end)
         else:
-            contents = self._gather(blocks)
+            with torch.cuda.stream(self._side):
+                gathered = self._gather(blocks, begin, end)
+                contents = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True)
+                contents.copy_(gathered, non_blocking=True)
+                self._side.synchronize()
         lines = contents.view(len(blocks), -1).numpy()
         return [line.tobytes() for line in lines]
+
+    def on_layers(self, call: LayersComputed) -> None:
+        """Call this as layers of a step are computed, while the engine's thread waits for it."""
+        self.call = call
 
     def keep(self, blocks: list[int]) -> Sequence[Contents]:
         """Copies of computed blocks in host memory; fewer if there is no room. Steps in flight continue, and steps
@@ -94,9 +113,9 @@ class GpuPool:
         for index, layer in enumerate(self.layers):
             kv_pages.bytes_of(layer).index_copy_(0, where, contents[:, index].contiguous())
 
-    def _gather(self, blocks: list[int]) -> Tensor:
+    def _gather(self, blocks: list[int], begin: int, end: int) -> Tensor:
         where = self._sent(blocks)
-        return torch.stack([kv_pages.bytes_of(layer).index_select(0, where) for layer in self.layers], 1)
+        return torch.stack([kv_pages.bytes_of(layer).index_select(0, where) for layer in self.layers[begin:end]], 1)
 
     def _sent(self, blocks: list[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.device)

@@ -26,6 +26,7 @@ from services.worker.runners.cuda.forward import Computed, GpuForward
 from services.worker.runners.cuda.gpu_step import GpuStep, Report
 from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
 from services.worker.runners.cuda.kv_pool import GpuPool
+from services.worker.runners.cuda.layer_events import LayerEvents, Mark
 from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, merged
 from services.worker.runners.cuda.ops import TritonOps
@@ -79,6 +80,7 @@ class GpuRunner:
         most_words = step_io.words_of(step_tokens, slot_count, self._most_samples)
         self._upload = StepUpload(most_words, tables, self.sampler.settings)
         self._tables = tables
+        self._layer_events = LayerEvents(model, self.kv)
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, self.sampler.settings)
         self._masked = MaskedDraws(
             self._most_samples, model.config.vocab_size, self.sampler.settings, self.forward.last_token
@@ -257,6 +259,7 @@ class GpuRunner:
     def collect(self, step: GpuStep) -> StepResult:
         """Wait for a step and return its results."""
         if step.done is not None:
+            self._layer_events.follow(step.layers, step.done)
             step.done.synchronize()
         drawn, own = step.drawn(), step.logprobs()
         if step.rows.guesses:
@@ -363,7 +366,7 @@ class GpuRunner:
         self.sampler.lift_bans(rows.rows.slots, rows.contexts)
         if self.sampler.has_bad_words:
             self._mark_bad_words(rows)
-        began = began or self._began()
+        began, marks = began or self._began(), list[Mark]()
         if graph:
             graph.replay()
             computed = graph.computed
@@ -372,13 +375,14 @@ class GpuRunner:
         else:
             long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
             kind = Kind.ANSWERS if rows.answers else Kind.ANY
-            computed = self.forward.run(sizes, kind, long_tokens, prompts, adapters)
+            with self._layer_events.recorded() as marks:
+                computed = self.forward.run(sizes, kind, long_tokens, prompts, adapters)
         if computed is not None:
             report.tensor[: len(computed.report)].copy_(computed.report, non_blocking=True)
             tops.send(computed.logits, computed.samples.totals)
             if masked is not None:
                 self._masked.launched(masked, computed.logits, computed.guessed)
-        step = GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
+        step = GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts, marks)
         self._follow(rows, sizes, computed)
         return step
 

@@ -7,7 +7,7 @@ scatters them from there to the blocks that it has chosen. What is wrong or late
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -96,13 +96,17 @@ class MappedGpuPool:
         self._staged, self._blocks, self._unmap = staged, blocks, unmap
         self._addresses: Tensor | None = torch.tensor(addresses, dtype=torch.int64, device=staged.device)
 
-    def copy(self, places: Sequence[int]) -> Sequence[StagedPage]:
-        """Copy blocks to pages of this GPU; fewer if there is no room. Raises CannotShare."""
+    def copy(
+        self, places: Sequence[int], into: Sequence[Any] = (), begin: int = 0, end: int | None = None
+    ) -> Sequence[StagedPage]:
+        """As `MappedPool.copy`, to pages of this GPU. Half of these are left to blocks that are whole."""
         if self._addresses is None:
             raise CannotShare("the other worker's memory is not mapped any more")
         if not all(0 <= place < self._blocks for place in places):
             raise CannotShare("the other worker has named blocks that it does not have")
-        return self._staged.fill(self._addresses, places)
+        pages = into or self._staged.take(len(places), spare=0 if end is None else self._staged.count // 2)
+        self._staged.fill(pages, self._addresses, places[: len(pages)], slice(begin, end))
+        return pages
 
     def close(self) -> None:
         """Unmap it."""

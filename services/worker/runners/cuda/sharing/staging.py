@@ -16,6 +16,7 @@ from services.worker.runners.cuda.host_pages import runs
 
 _MOST_BYTES = 512 << 20
 _MOST_PAGES = 256
+_ALL_LAYERS = slice(None)
 
 
 class StagedPage:
@@ -49,28 +50,34 @@ class StagedPages:
         self._pool, layers, self.device = pools[0], len(pools), pools[0].device
         words = pools[0][0].numel() * pools[0].element_size() // 8
         self.page_bytes = layers * words * 8
-        count = max(1, min(_MOST_PAGES, _MOST_BYTES // self.page_bytes))
-        self._pages = torch.empty(count, layers, words, dtype=torch.int64, device=self.device)
-        self.free = deque(range(count))
+        self.count = max(1, min(_MOST_PAGES, _MOST_BYTES // self.page_bytes))
+        self._pages = torch.empty(self.count, layers, words, dtype=torch.int64, device=self.device)
+        self.free = deque(range(self.count))
         """Places of pages that hold nothing, the one that was freed first on the left."""
         self._read: dict[int, Any] = {}
         """The event after which the contents of a freed page are not needed any more."""
         self._addresses = pool_addresses(pools)
         self._side: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def fill(self, addresses: Tensor, blocks: Sequence[int]) -> list[StagedPage]:
-        """Copy blocks of the pool whose layers have these addresses (int64 [layers]), and wait for it; only the first
-        ones if there is no room for all. Called from one thread."""
-        places = sorted(self.free.popleft() for _ in blocks[: len(self.free)])
-        pages = [StagedPage(self, place) for place in places]
+    def take(self, count: int, spare: int = 0) -> list[StagedPage]:
+        """Pages for so many blocks; fewer if only `spare` would be left. Called from one thread."""
+        places = sorted(self.free.popleft() for _ in range(max(0, min(count, len(self.free) - spare))))
+        return [StagedPage(self, place) for place in places]
+
+    def fill(
+        self, pages: Sequence[StagedPage], addresses: Tensor, blocks: Sequence[int], layers: slice = _ALL_LAYERS
+    ) -> None:
+        """Copy these layers of blocks of the pool whose layers have these addresses (int64 [all layers]), each to its
+        page, and wait for it. Called from one thread."""
         with self._beside():
-            for event in {id(event): event for place in places if (event := self._read.pop(place, None))}.values():
+            read = [event for page in pages if (event := self._read.pop(page.place, None))]
+            for event in {id(event): event for event in read}.values():
                 event.wait()
+            chosen = addresses[layers].clone()  # as in `_sent`
             for at, place, count in runs(pages):
                 wanted = self._sent(blocks[at : at + count])
-                gather_blocks(addresses, self._pool, wanted, self._pages[place : place + count])
+                gather_blocks(chosen, self._pool, wanted, self._pages[place : place + count, layers])
             self._finish()
-        return pages
 
     def write(self, blocks: Sequence[int], pages: Sequence[StagedPage]) -> None:
         """Write pages to blocks of the pool that no job uses, before what is launched later. Called from the engine's

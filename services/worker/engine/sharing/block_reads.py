@@ -1,6 +1,6 @@
 """Reads contents of blocks for other workers, a few at a time, also of prompts that are still being computed.
 
-Where layers are computed one after another, their part of a block is read before the block is whole.
+Layers of a block that are computed are read before the block is whole.
 
 Runs on the engine's thread. Knows keys and bytes, not who asks or how they are sent.
 """
@@ -9,20 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from services.worker.engine.base import BlockPart, BlockRead
-from services.worker.kvcache.pool import KvPool, LayeredPool
+from services.worker.kvcache.pool import PARTS, KvPool, LayeredPool
 from services.worker.planner.block_pool import BlockPool
 
 FOLLOW_S = 5.0
 """Seconds that a request waits for its next block to be computed."""
-PARTS = 4
-"""Parts in which a block is read while its layers are computed, at most."""
 _READ_BYTES = 2 << 20  # in one step and for one request: copying them takes about a millisecond
 _AHEAD_BYTES = 4 << 20  # read for a request and not sent yet
 
 Computing = Callable[[Sequence[bytes]], list[int]]
-"""Keys of blocks -> the blocks that the step computes for the first of them."""
+"""Keys of blocks -> the blocks that the running step computes for the first of them."""
 
 
 @dataclass(slots=True)
@@ -55,8 +54,6 @@ class BlockReads:
         self._reads: dict[BlockRead, _Progress] = {}
         self._layers = 1
         """Layers of the model, once some were computed alone."""
-        if isinstance(kv, LayeredPool):
-            kv.on_layers(self._layers_computed)
 
     def add(self, read: BlockRead) -> None:
         """Answer this request."""
@@ -79,8 +76,18 @@ class BlockReads:
             more |= self._serve(read, progress, now)
         return more
 
-    def step_begins(self) -> None:
-        """Parts of blocks that the step before has not made whole are void."""
+    def layers_computed(self, computed: int, layers: int) -> bool:
+        """Read these layers of the blocks of the step for the requests that wait for them. -> whether there are any
+        requests."""
+        self._layers, now = layers, self._clock()
+        self._take_new(now)
+        for read, progress in self._reads.items():
+            if read.in_parts and read.follow and not read.cancelled:
+                self._read_layers(read, progress, computed, now)
+        return bool(self._reads)
+
+    def void_parts(self) -> None:
+        """The step was computed, or failed: parts of blocks that it has not made whole are void."""
         for read, progress in self._reads.items():
             whole = self._pool.match(read.keys[progress.blocks :][: len(progress.layers)])
             progress.layers = {block: progress.layers[block] for block in whole if block in progress.layers}
@@ -116,30 +123,26 @@ class BlockReads:
         progress.blocks += len(found)
         self._pass_on(read, parts)
 
-    def _layers_computed(self, computed: int, layers: int) -> None:
-        """Read these layers of the blocks of the step for the requests that wait for them."""
-        if not self._new and not self._reads:
-            return
-        self._layers = layers
-        self._take_new(self._clock())
-        for read, progress in self._reads.items():
-            if read.in_parts and read.follow and not read.cancelled:
-                self._read_layers(read, progress, computed)
-
-    def _read_layers(self, read: BlockRead, progress: _Progress, computed: int) -> None:
+    def _read_layers(self, read: BlockRead, progress: _Progress, computed: int, now: float) -> None:
         assert isinstance(self._kv, LayeredPool), "its layers are not computed alone"
-        layer_bytes, parts = self._kv.block_bytes // self._layers, []
+        layer_bytes, wanted = self._kv.block_bytes // self._layers, list[tuple[int, int, int]]()
         room = min(_READ_BYTES, _AHEAD_BYTES - (read.read_bytes - read.sent_bytes)) // layer_bytes
         for index, block in enumerate(self._computing(read.keys[progress.blocks :]), progress.blocks):
+            progress.until = now + FOLLOW_S
             begun = progress.layers.get(block, 0)
             if computed - begun < max(self._layers // PARTS, 1):
                 continue
             room -= computed - begun
             if room < 0:
                 break
-            (contents,) = self._kv.read_layers([block], begun, computed)
-            progress.layers[block] = computed
-            parts.append(BlockPart(index, begun * layer_bytes, contents, ends=False))
+            wanted.append((begun, index, block))
+        parts = []
+        for begun, group in groupby(wanted, key=lambda each: each[0]):
+            _, places, blocks = zip(*group, strict=True)
+            progress.layers.update(dict.fromkeys(blocks, computed))
+            contents = self._kv.read_layers(list(blocks), begun, computed)
+            found = zip(places, contents, strict=True)
+            parts += [BlockPart(index, begun * layer_bytes, part, ends=False) for index, part in found]
         if parts:
             self._pass_on(read, parts)
 

@@ -1,5 +1,8 @@
 """Lends blocks to other workers, which copy them out of this one's memory: lent blocks are neither evicted nor reused.
 
+Layers of a block that are computed are named before the block is whole. They are not lent: copies of them count only if
+the block is lent as soon as its step has succeeded, because until then it belongs to the job that computes it.
+
 Runs on the engine's thread. Knows keys and numbers of blocks, not who borrows them or how they are copied.
 """
 
@@ -7,9 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 
-from services.worker.engine.base import BlockLoan
-from services.worker.engine.block_reads import FOLLOW_S
+from services.worker.engine.base import BlockLoan, LentBlocks
+from services.worker.engine.sharing.block_reads import FOLLOW_S, Computing
+from services.worker.kvcache.pool import PARTS
 from services.worker.planner.block_pool import BlockPool
 
 LOAN_S = 2.0
@@ -27,14 +33,24 @@ class _Lent:
     """Those that were not given back to the pool, in the order of the loan's keys."""
     freed: int = 0
     """How many were."""
+    begun: list[int] = field(default_factory=list)
+    """The next blocks, which the running step computes, if layers of them were named."""
+    layers: int = 0
+    """How many of their layers were."""
 
 
 class BlockLoans:
     """The loans of other workers. `add` and `pending` may be used from any thread."""
 
-    def __init__(self, pool: BlockPool, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        wake: Callable[[], None],
+        computing: Computing = lambda keys: [],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """wake() makes the engine call `serve`."""
-        self._pool, self._wake, self._clock = pool, wake, clock
+        self._pool, self._wake, self._computing, self._clock = pool, wake, computing, clock
         self._new: deque[BlockLoan] = deque()
         self._loans: dict[BlockLoan, _Lent] = {}
 
@@ -60,10 +76,33 @@ class BlockLoans:
         if not self._new and not self._loans:
             return
         now = self._clock()
-        while self._new:
-            self._loans[self._new.popleft()] = _Lent(now + FOLLOW_S)
+        self._take_new(now)
         for loan, lent in list(self._loans.items()):
             self._serve(loan, lent, now)
+
+    def layers_computed(self, computed: int, layers: int) -> bool:
+        """Name these layers of the blocks of the step for the loans that wait for them. -> whether there are any
+        loans."""
+        now = self._clock()
+        self._take_new(now)
+        for loan, lent in self._loans.items():
+            blocks = self._computing(loan.keys[loan.lent :]) if loan.in_parts and loan.follow else []
+            if blocks and not lent.blocks:
+                lent.until = now + FOLLOW_S
+            begin = lent.layers if blocks == lent.begun else 0
+            if blocks and computed - begin >= max(layers // PARTS, 1):
+                lent.begun, lent.layers = blocks, computed
+                loan.answer(LentBlocks(blocks, begin, computed))
+        return bool(self._loans)
+
+    def void_parts(self) -> None:
+        """The step was computed, or failed: layers of blocks that were not lent at once count no more."""
+        for lent in self._loans.values():
+            lent.begun, lent.layers = [], 0
+
+    def _take_new(self, now: float) -> None:
+        while self._new:
+            self._loans[self._new.popleft()] = _Lent(now + FOLLOW_S)
 
     def _serve(self, loan: BlockLoan, lent: _Lent, now: float) -> None:
         if loan.returned > lent.freed:
@@ -79,7 +118,11 @@ class BlockLoans:
             lent.blocks.extend(found)
             loan.lent += len(found)
             lent.until = now + LOAN_S
-            loan.answer(found)
+            same = sum(takewhile(bool, map(eq, found, lent.begun)))
+            for part in (LentBlocks(found[:same], lent.layers), LentBlocks(found[same:])):
+                if part.blocks:
+                    loan.answer(part)
+            lent.begun, lent.layers = [], 0
         elif now > lent.until or (not lent.blocks and (loan.lent == len(loan.keys) or not (loan.follow or room <= 0))):
             self._end(loan, lent)
 

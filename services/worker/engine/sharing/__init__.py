@@ -1,0 +1,1 @@
+"""What other workers get of an engine's blocks."""
