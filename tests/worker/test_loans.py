@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from protos import mesh_pb2_grpc as mesh_grpc
 from services import host, rpc
 from services.errors import WeftError
 from services.hashing import adapted, block_keys, chain_root, digest
-from services.worker.engine.base import BlockLoan
+from services.worker.engine.base import BlockLoan, LentBlocks
 from services.worker.engine.sharing import block_loans
 from services.worker.engine.sharing.block_loans import LOAN_S, BlockLoans
 from services.worker.engine.sharing.block_reads import FOLLOW_S
@@ -46,18 +47,30 @@ HOST = "this host"
 # ---- the engine's side ----
 
 
+def computing(step: dict[bytes, int], keys: Sequence[bytes]) -> list[int]:
+    """The blocks that a step computes for the first of these keys."""
+    return [step[key] for key in takewhile(step.__contains__, keys)]
+
+
 class Book:
     """Loans of a pool, under a clock that a test moves."""
 
     def __init__(self) -> None:
         self.pool = BlockPool(BLOCKS)
         self.now = 0.0
-        self.loans = BlockLoans(self.pool, lambda: None, clock=lambda: self.now)
-        self.answers: list[list[int] | None] = []
+        self.step: dict[bytes, int] = {}
+        """The blocks that the running step computes."""
+        self.loans = BlockLoans(self.pool, lambda: None, partial(computing, self.step), lambda: self.now)
+        self.parts: list[LentBlocks | None] = []
 
-    def lend(self, follow: bool = False) -> BlockLoan:
+    @property
+    def answers(self) -> list[list[int] | None]:
+        """The blocks of each answer."""
+        return [None if part is None else list(part.blocks) for part in self.parts]
+
+    def lend(self, follow: bool = False, in_parts: bool = False) -> BlockLoan:
         """Asks for all keys."""
-        loan = BlockLoan(KEYS, follow, lambda part: self.answers.append(None if part is None else list(part.blocks)))
+        loan = BlockLoan(KEYS, follow, self.parts.append, in_parts)
         self.loans.add(loan)
         self.loans.serve()
         return loan
@@ -230,7 +243,9 @@ class FakeEngine:
     def __init__(self, memory: Memory) -> None:
         self.memory, self.pool = memory, BlockPool(BLOCKS)
         self._wake, self._stop = threading.Event(), False
-        self.loans = BlockLoans(self.pool, self._wake.set)
+        self.step: dict[bytes, int] = {}
+        """The blocks that the running step computes."""
+        self.loans = BlockLoans(self.pool, self._wake.set, partial(computing, self.step))
         self._due: list[Callable[[], object]] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -250,6 +265,40 @@ class FakeEngine:
                 self.memory.blocks[block] = content(place)
                 self.pool.publish(block, KEYS[place])
                 self.pool.release([block])
+
+        self.do(publish)
+
+    def begin(self, first: int, count: int) -> None:
+        """Begins a step that computes blocks of the prompt."""
+
+        def take() -> None:
+            self.step.update(zip(KEYS[first:], self.pool.take(count), strict=False))
+
+        self.do(take)
+
+    def layers(self, computed: int) -> None:
+        """So many layers of the step's blocks are computed."""
+
+        def compute() -> None:
+            size = LAYER_BYTES * computed
+            for key, block in self.step.items():
+                self.memory.blocks[block] = content(KEYS.index(key))[:size] + b"?" * (BLOCK_BYTES - size)
+            self.loans.layers_computed(computed, LAYERS)
+
+        self.do(compute)
+
+    def end(self, failed: bool = False) -> None:
+        """The step is over. If it has failed, others use its blocks at once."""
+
+        def publish() -> None:
+            for key, block in self.step.items():
+                self.memory.blocks[block] = b"!" * BLOCK_BYTES if failed else content(KEYS.index(key))
+                if not failed:
+                    self.pool.publish(block, key)
+            self.pool.release(list(self.step.values()))
+            self.step.clear()
+            self.loans.serve()
+            self.loans.void_parts()
 
         self.do(publish)
 

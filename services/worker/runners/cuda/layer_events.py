@@ -12,8 +12,9 @@ from services.worker.kvcache.pool import PARTS
 from services.worker.models.decoder import Decoder
 from services.worker.runners.cuda.kv_pool import GpuPool
 
-_POLL_S = 0.0005
-"""Seconds between two looks at a step while other workers wait for its layers."""
+_POLL_S, _LAST_POLL_S = 0.0005, 0.0001
+"""Seconds between two looks at a step while other workers wait for its layers, and after the last event before its
+end."""
 
 Mark = tuple[int, Any]
 """So many layers are computed when this event is complete."""
@@ -53,7 +54,7 @@ class LayerEvents:
                 computed, _ = ahead.popleft()
             if not call(computed, len(self._model.layers)):
                 return
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S if ahead else _LAST_POLL_S)
 
     def _event(self) -> Any:
         return torch.cuda.current_stream(self._pool.device).record_event()
