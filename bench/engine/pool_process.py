@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels import kv_pages
+from services.worker.kvcache.loan_copies import LoanCopies
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.loader import presets
 from services.worker.loader.config import read_config
@@ -81,6 +82,21 @@ class Holder:
         finally:
             torch.cuda.synchronize(self.pool.device)
             mapped.close()
+
+    def borrow(self, description: bytes) -> None:
+        """Maps another process's pool, to copy blocks of a loan out of it until this process ends."""
+        self.copies = LoanCopies(self.shared.map(description))
+
+    def begin(self, theirs: list[int], first: int, layers: int) -> None:
+        """Copies layers of the loan's next blocks, as `LoanCopies.begin`."""
+        self.copies.begin(theirs, first, layers)
+
+    def finish(self, theirs: list[int], first: int, own: list[int]) -> list[bytes]:
+        """Copies the rest of these blocks, and writes them to blocks of this pool. -> their contents then."""
+        self.copies.lend(theirs, first)
+        copied, _ = self.copies.copy()
+        self.pool.write(own, self.copies.take(copied))
+        return self.pool.read(own)
 
 
 def _serve(connection: Connection, blocks: int, seed: int | None) -> None:

@@ -2,7 +2,7 @@
 
     python -m bench.mesh.disaggregated [--arrangements replicas divided short grpc] [--model random:llama-3.1-8b]
                                        [--inputs 2000] [--outputs 200] [--shares 0.5 0.7] [--capacity 20] [--seconds 25]
-                                       [--peak 96] [--limit 440]
+                                       [--peak 96] [--limit 440] [--idle]
 
 Each arrangement is a mesh of two workers, one on each GPU, whose links are protected as `weft serve` protects them:
 
@@ -10,6 +10,12 @@ Each arrangement is a mesh of two workers, one on each GPU, whose links are prot
     divided    one computes prompts, the other answers; blocks are copied from GPU to GPU
     short      the same with steps of at most 2,048 tokens
     grpc       "divided" with WEFT_DEVICE_FETCH=false: blocks go through host memory and over gRPC
+    whole      "divided", and no layers of a block are copied before it is whole
+    grpc-all   "grpc", and all blocks are fetched, though computing them were faster
+    grpc-whole "grpc-all", and no layers of a block are sent before it is whole
+
+With one GPU both workers share it: --settings '{"WEFT_KV_BYTES": "20000000000"}' lets them. With --idle there are no
+loads. For prompts in one step --settings has "WEFT_STEP_TOKENS" for all their tokens.
 
 Rows of each: one request at a time (idle), as many at once as --peak (its own capacity, requests a second), and a
 Poisson process at each share of the capacity of the replicas (or of --capacity, if the replicas are not measured), and
@@ -51,8 +57,11 @@ ARRANGEMENTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "divided": (DIVIDED, {}),
     "short": (DIVIDED, {"WEFT_STEP_TOKENS": "2048"}),
     "grpc": (DIVIDED, {"WEFT_DEVICE_FETCH": "false"}),
+    "whole": (DIVIDED, {"HANDOFFS": "whole"}),
+    "grpc-all": (DIVIDED, {"WEFT_DEVICE_FETCH": "false", "HANDOFFS": "patient"}),
+    "grpc-whole": (DIVIDED, {"WEFT_DEVICE_FETCH": "false", "HANDOFFS": "patient whole"}),
 }
-"""Roles of the workers, and settings."""
+"""Roles of the workers, and settings. With HANDOFFS workers run `bench.mesh.servers.handoffs`."""
 IDLE_REQUESTS, WARM_REQUESTS = 6, 4
 LAST_WORKER = 4
 """Ports from the first one for metrics to that of the second worker."""
@@ -166,10 +175,13 @@ async def arranged(bench: Bench, arrangement: str) -> None:
         **own_settings, **json.loads(arguments.settings),
     }  # fmt: skip
     started = time.monotonic()
-    async with processes.up(settings, workers=2, model=arguments.model, tls=True, roles=roles) as up:
+    worker = "bench.mesh.servers.handoffs" if "HANDOFFS" in settings else "services.worker"
+    async with processes.up(settings, workers=2, model=arguments.model, tls=True, roles=roles, worker=worker) as up:
         address, port = up.gateways[0], port + LAST_WORKER
         bench.say(f"{arrangement} started", seconds=time.monotonic() - started)
         await idle(bench, arrangement, up, port)
+        if arguments.idle:
+            return
         peak = bench.plan(address, requests=1 << 16, duration_s=arguments.seconds, concurrency=arguments.peak)
         own = (await bench.load(f"{arrangement} peak", peak, port, at_once=arguments.peak))["request_throughput"]
         if arrangement == "replicas" and not arguments.capacity:
@@ -208,6 +220,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--capacity", type=float, default=0.0, help="of the replicas, requests a second, if known")
     parser.add_argument("--peak", type=int, default=96, help="requests at once that measure the capacity")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each load")
+    parser.add_argument("--idle", action="store_true", help="one request at a time alone")
     parser.add_argument("--limit", type=float, default=440.0, help="seconds of the whole program")
     return parser.parse_args()
 

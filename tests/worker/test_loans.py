@@ -223,6 +223,7 @@ class Mapped:
     ) -> Sequence[bytearray]:
         if self.closed:
             raise CannotShare("closed")
+        assert end is None or begin < end
         made = into or [bytearray(BLOCK_BYTES) for _ in places[: self.own.room]]
         layers = slice(LAYER_BYTES * begin, LAYER_BYTES * (LAYERS if end is None else end))
         for place, contents in zip(places, made, strict=False):
@@ -276,11 +277,11 @@ class FakeEngine:
 
         self.do(take)
 
-    def layers(self, computed: int) -> None:
-        """So many layers of the step's blocks are computed."""
+    def layers(self, computed: int, wrong: bool = False) -> None:
+        """So many layers of the step's blocks are computed, and perhaps wrong."""
 
         def compute() -> None:
-            size = LAYER_BYTES * computed
+            size = 0 if wrong else LAYER_BYTES * computed
             for key, block in self.step.items():
                 self.memory.blocks[block] = content(KEYS.index(key))[:size] + b"?" * (BLOCK_BYTES - size)
             self.loans.layers_computed(computed, LAYERS)

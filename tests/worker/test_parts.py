@@ -15,18 +15,20 @@ from services.worker.engine.base import BlockLoan, BlockPart, BlockRead, LentBlo
 from services.worker.engine.generation import GenerationEngine
 from services.worker.engine.sharing import block_loans
 from services.worker.engine.sharing.block_loans import LOAN_S
-from services.worker.engine.sharing.block_reads import FOLLOW_S
+from services.worker.engine.sharing.block_reads import FOLLOW_S, BlockReads
 from services.worker.job import Job
 from services.worker.kvcache.loan_copies import LoanCopies
 from services.worker.kvcache.pool import LayersComputed
 from services.worker.kvcache.shared_memory import CannotShare
+from services.worker.planner.block_pool import BlockPool
 from services.worker.runners.base import StepResult
 from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.cuda.layer_events import LayerEvents
 from services.worker.runners.step import Words
 from tests.checkpoints import SMALL_DEMO
-from tests.worker.drive import job, open_engine, prompt_of
+from tests.worker.drive import decoder_of, job, open_engine, prompt_of
 from tests.worker.test_loans import KEYS, LAYERS, Book, Memory, Scene, content, scenery, until
+from tests.worker.test_peers import FakePool
 from tests.worker.test_slow_links import FINGERPRINT, keys_of
 
 # ---- the lender names layers ----
@@ -163,6 +165,18 @@ def test_blocks_that_are_lent_and_not_returned_end_a_loan_within_a_step() -> Non
     assert book.parts[-1] is None
 
 
+def test_a_request_is_not_over_while_its_blocks_are_computed() -> None:
+    now, parts = [0.0], list[Sequence[BlockPart] | None]()
+    reads = BlockReads(BlockPool(8), FakePool(), lambda: None, lambda keys: [1], lambda: now[0])
+    reads.add(BlockRead(KEYS, True, parts.append, in_parts=True))
+    for layers in (2, 4, 6):
+        now[0] += FOLLOW_S - 0.1
+        reads.layers_computed(layers, LAYERS)
+        reads.serve()
+    assert len(parts) == 3
+    assert None not in parts
+
+
 # ---- the borrower copies them ----
 
 
@@ -202,9 +216,18 @@ def test_layers_that_do_not_count_are_copied_again(memories: tuple[Memory, Memor
     computed(other, places, 2)
     copies.begin(places, 0, 2)
     computed(other, places, LAYERS)
-    copies.lend(places[:1], 2)
-    copies.lend(places[1:], 0)
+    copies.lend(places, 2)
     assert copies.copy() == (3, False)
+    assert copies.take(3) == [content(0), content(1), content(2)]
+
+
+def test_layers_of_which_none_count_are_copied_again(memories: tuple[Memory, Memory]) -> None:
+    other, own = memories
+    copies, places = LoanCopies(own.map(b"lender")), [7, 3, 5]
+    copies.begin(places, 0, 4)
+    computed(other, places, LAYERS)
+    copies.lend(places, 0)
+    assert copies.copy() == (3, True)
     assert copies.take(3) == [content(0), content(1), content(2)]
 
 
@@ -278,7 +301,7 @@ async def test_layers_are_copied_while_the_others_are_computed(scene: Scene) -> 
 async def test_a_block_of_a_step_that_failed_is_copied_anew(scene: Scene, layers: int) -> None:
     ended, copies = await asked(scene), copies_of(scene)
     scene.engine.begin(0, 10)
-    scene.engine.layers(6)
+    scene.engine.layers(6, wrong=True)
     await until_copies(copies, 1)
     scene.engine.end(failed=True)
     scene.engine.begin(0, 10)
@@ -409,10 +432,8 @@ def test_nothing_is_polled_where_nobody_waits() -> None:
 class DevicePool:
     """The CPU's pool as a device's: it reports no layers by itself."""
 
-    beside = True
-
     def __init__(self, kv: Any) -> None:
-        self._kv = kv
+        self._kv, self.beside = kv, True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kv, name)
@@ -543,6 +564,19 @@ def test_a_request_within_a_step_gets_its_layers_and_the_blocks_before() -> None
     assert finish(engine, asked) == asked.contents
 
 
+def test_blocks_that_were_written_behind_a_step_are_not_read_within_it() -> None:
+    engine, device = device_engine(step_tokens=64)
+    prompt = prompt_of(200, seed=6)
+    asked = Asked(engine, prompt)
+    engine.submit(prompt_job(prompt))
+    engine.step()
+    device.kv.beside = False
+    device.at[0] = asked.add
+    engine.step()
+    assert asked.begun == []
+    assert finish(engine, asked) == asked.contents
+
+
 def test_the_last_part_of_a_step_that_failed_is_not_sent() -> None:
     engine, device = device_engine(step_tokens=256)
     prompt = prompt_of(200, seed=7)
@@ -628,3 +662,52 @@ def test_loans_follow_the_layers_of_an_engine() -> None:
     while engine.has_work():
         engine.step()
     engine.check_integrity()
+
+
+def test_layers_of_blocks_that_are_not_lent_after_their_step_do_not_count() -> None:
+    """A quarter of the pool is lent: of these blocks none is."""
+    engine, device = device_engine(step_tokens=512)
+    other, prompt = prompt_of(260, seed=15), prompt_of(200, seed=16)
+    held, lent = list[LentBlocks | None](), list[LentBlocks | None]()
+    holding = BlockLoan(keys_of(other), True, held.append)
+    loan = BlockLoan(keys_of(prompt), True, lent.append, in_parts=True)
+    engine.lend_blocks(holding)
+    engine.submit(prompt_job(other))
+    engine.step()
+    assert holding.lent == 16
+    device.at[0] = partial(engine.lend_blocks, loan)
+    engine.submit(prompt_job(prompt, key=2))
+    engine.step()
+    assert lent
+    assert loan.lent == 0
+    holding.cancelled = True
+    engine._move_blocks()
+    engine._move_blocks()
+    assert lent[-1] == part(engine.planner.pool.match(loan.keys))
+
+
+def test_layers_of_a_launch_that_failed_are_read_again() -> None:
+    """Its rows are launched once more, in halves, before anything is published."""
+    engine = open_engine(SMALL_DEMO, fingerprint=FINGERPRINT, kv_blocks=64, threads=1, step_tokens=256)
+    model = decoder_of(engine).model
+    between, last = model.between_layers, len(model.layers) - 1
+    assert between is not None
+
+    def fail(layer: int) -> None:
+        between(layer)
+        if layer == last:
+            model.between_layers = between
+            raise RuntimeError("a fault")
+
+    model.between_layers = fail
+    prompt = prompt_of(100, seed=17)
+    asked = Asked(engine, prompt)
+    asked.add()
+    engine.submit(prompt_job(prompt))
+    engine.submit(prompt_job(prompt_of(100, seed=18), key=2))
+    while not asked.ended.is_set():
+        engine.step()
+        engine._move_blocks()
+    offsets = [each.offset for each in asked.parts if each.index == 0]
+    assert offsets[:2] == [0, 0]
+    assert len(asked.contents) == 6

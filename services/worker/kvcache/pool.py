@@ -47,7 +47,8 @@ class LayeredPool(KvPool, Protocol):
 
     @property
     def beside(self) -> bool:
-        """Whether a device computes the layers beside the engine's thread; otherwise that thread does itself."""
+        """Whether other blocks can be read while layers are computed: a device computes them, not the engine's thread,
+        and all that was written to the pool is in place."""
 
     def read_layers(self, blocks: list[int], begin: int, end: int, /) -> list[bytes]:
         """Of the contents of blocks, those of layers `begin` to `end`, which are computed."""

@@ -89,10 +89,9 @@ class BlockLoans:
             blocks = self._computing(loan.keys[loan.lent :]) if loan.in_parts and loan.follow else []
             if blocks and not lent.blocks:
                 lent.until = now + FOLLOW_S
-            begin = lent.layers if blocks == lent.begun else 0
-            if blocks and computed - begin >= max(layers // PARTS, 1):
+            if blocks and computed - lent.layers >= max(layers // PARTS, 1):
+                loan.answer(LentBlocks(blocks, lent.layers, computed))
                 lent.begun, lent.layers = blocks, computed
-                loan.answer(LentBlocks(blocks, begin, computed))
         return bool(self._loans)
 
     def void_parts(self) -> None:

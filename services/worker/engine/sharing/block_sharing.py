@@ -20,10 +20,10 @@ class BlockSharing:
         self.reads = BlockReads(planner.pool, kv, wake, self._computing)
         self.loans = BlockLoans(planner.pool, wake, self._computing)
         self._rows: Sequence[Row] = ()
-        self._handoffs = self._beside = False
-        if isinstance(kv, LayeredPool):
-            self._beside = kv.beside
-            kv.on_layers(self._layers_computed)
+        self._handoffs = False
+        self._kv = kv if isinstance(kv, LayeredPool) else None
+        if self._kv is not None:
+            self._kv.on_layers(self._layers_computed)
 
     @property
     def asked(self) -> bool:
@@ -61,6 +61,6 @@ class BlockSharing:
     def _layers_computed(self, computed: int, layers: int) -> bool:
         """As `LayersComputed`. For a prompt that is handed off others will ask soon, if they have not."""
         asked = self.loans.layers_computed(computed, layers) | self.reads.layers_computed(computed, layers)
-        if self._beside:
+        if self._kv is not None and self._kv.beside:
             self.serve()  # The thread would wait for the step otherwise.
         return asked or self._handoffs

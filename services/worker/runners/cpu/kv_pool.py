@@ -19,7 +19,7 @@ class CpuPool:
     host_block_s = 0.0
     """Blocks are in host memory already."""
     beside = False
-    """The engine's thread computes the layers."""
+    """The engine's thread computes the layers itself."""
 
     def __init__(self, config: ModelConfig, blocks: int, block_size: int, stored: torch.dtype) -> None:
         """Room for blocks 1 to `blocks`, each of `block_size` tokens."""

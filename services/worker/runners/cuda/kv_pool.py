@@ -22,9 +22,6 @@ from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages
 class GpuPool:
     """A `LayeredPool` that is allocated once it is known how much memory is left. Before, it has block 0, padding."""
 
-    beside = True
-    """The device computes the layers."""
-
     def __init__(self, config: ModelConfig, block_size: int, stored: torch.dtype, device: torch.device) -> None:
         """For blocks of `block_size` tokens, whose numbers are stored as `stored`."""
         self.block_size, self.stored, self.device = block_size, stored, device
@@ -34,6 +31,8 @@ class GpuPool:
         """The hidden states of the blocks' tokens; None: they are not needed."""
         self.host_block_s = 0.0
         """Measured seconds that a block takes to host memory and back."""
+        self._written: Any = None
+        """The event after which the last blocks that were written are in place."""
         self.call: LayersComputed | None = None
         """Is called as layers of a step are computed."""
         self._host_pages: HostPages | None = None
@@ -41,6 +40,12 @@ class GpuPool:
         on_gpu = device.type == "cuda"
         # Its kernels are small, and the steps' large ones leave no room for those that may wait.
         self._side: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    @property
+    def beside(self) -> bool:
+        """Whether blocks can be read while layers of a step are computed: what was written is behind the steps that
+        were launched before."""
+        return self._written is None or bool(self._written.query())
 
     def allocate(self, blocks: int) -> None:
         """Allocate blocks 1 to `blocks`, all zeros. To be called before a graph is captured or host pages are made:
@@ -77,6 +82,8 @@ class GpuPool:
             contents = self._gather(blocks, begin, end)
         else:
             with torch.cuda.stream(self._side):
+                if self._written is not None:
+                    self._side.wait_event(self._written)
                 gathered = self._gather(blocks, begin, end)
                 contents = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True)
                 contents.copy_(gathered, non_blocking=True)
@@ -97,6 +104,11 @@ class GpuPool:
     def write(self, blocks: list[int], payloads: Sequence[Any]) -> None:
         """Fill blocks that no job uses with what `read` or `keep` returned, or what came out of another worker's pool,
         after all launched steps."""
+        self._write(blocks, payloads)
+        if self._side is not None:
+            self._written = torch.cuda.current_stream(self.device).record_event()
+
+    def _write(self, blocks: list[int], payloads: Sequence[Any]) -> None:
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
         if self.hidden is not None:
             self.hidden.clear(self._sent(blocks))
