@@ -27,7 +27,7 @@ from services.worker.runners.cuda.layer_events import LayerEvents
 from services.worker.runners.step import Words
 from tests.checkpoints import SMALL_DEMO
 from tests.worker.drive import decoder_of, job, open_engine, prompt_of
-from tests.worker.test_loans import KEYS, LAYERS, Book, Memory, Scene, content, scenery, until
+from tests.worker.test_loans import KEYS, LAYERS, Book, Mapped, Memory, Scene, content, scenery, until
 from tests.worker.test_peers import FakePool
 from tests.worker.test_slow_links import FINGERPRINT, keys_of
 
@@ -283,7 +283,15 @@ async def until_copies(made: list[None], count: int) -> None:
     await until(lambda: len(made) == count)
 
 
-async def test_layers_are_copied_while_the_others_are_computed(scene: Scene) -> None:
+async def test_layers_are_copied_while_the_others_are_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers_copied: list[Any] = []
+    copy, measured = Mapped.copy, scene.store.link.byte_s
+
+    def noting(self: Mapped, places: Sequence[int], into: Any, *layers: Any) -> Sequence[bytearray]:
+        layers_copied.append(layers)
+        return copy(self, places, into, *layers)
+
+    monkeypatch.setattr(Mapped, "copy", noting)
     ended, copies = await asked(scene), copies_of(scene)
     scene.engine.begin(0, 10)
     for number, layers in enumerate((2, 4, 6), 1):
@@ -293,7 +301,8 @@ async def test_layers_are_copied_while_the_others_are_computed(scene: Scene) -> 
     scene.engine.end()
     await asyncio.wait_for(ended.wait(), 20)
     assert scene.came == [content(place) for place in range(10)]
-    assert len(copies) == 4
+    assert layers_copied == [(0, 2), (2, 4), (4, 6), (6, None)]
+    assert scene.store.link.byte_s == measured, "the last part is no measure of the link"
     await until(lambda: scene.engine.pool.active == 0)
 
 
