@@ -23,7 +23,10 @@ def test_blocks_move_from_one_devices_pool_to_the_others(stored: torch.dtype) ->
         kv_pages.bytes_of(layer).random_(1, 255)
     contents = gpu.read([4, 2])
     assert {len(block) for block in contents} == {gpu.block_bytes}
+    parts = gpu.read_layers([4, 2], 0, 1), gpu.read_layers([4, 2], 1, 3)
+    assert [first + rest for first, rest in zip(*parts, strict=True)] == contents
     cpu.write([1, 5], contents)
+    assert cpu.read_layers([1, 5], 1, 3) == parts[1]
     assert cpu.read([1, 2, 5]) == [contents[0], bytes(cpu.block_bytes), contents[1]]
     gpu.write([3, 1], cpu.read([5, 1]))
     assert gpu.read([1, 2, 3, 4]) == [contents[0], contents[1], contents[1], contents[0]]

@@ -1,9 +1,12 @@
 """Copies of blocks between pools, staged pages and host memory."""
 
+from collections import deque
+
 import torch
 
 from kernels import block_copy
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
+from services.worker.runners.cuda.sharing.pool import MappedGpuPool
 from services.worker.runners.cuda.sharing.staging import StagedPages, warm_up
 from tests.kernels.cases import poison, rand
 from tests.kernels.interpreted import HALF
@@ -52,6 +55,21 @@ def test_only_as_many_blocks_are_staged_as_there_are_pages() -> None:
     kept = [staged.take(100), staged.take(100, spare=128), *(staged.take(100) for _ in range(3))]
     assert [len(pages) for pages in kept] == [100, 28, 100, 28, 0]
     assert staged.take(1, spare=128) == []
+
+
+def test_blocks_of_another_pool_are_copied_in_parts_to_half_of_the_pages() -> None:
+    others, pools = ([rand(9, 16, 2, 3, 8, dtype=HALF) for _ in range(4)] for _ in range(2))
+    staged = StagedPages(pools)
+    mapped = MappedGpuPool(staged, [other.data_ptr() for other in others], 9, lambda: None)
+    staged.free = deque(list(staged.free)[: staged.count // 2 + 2])
+    pages = mapped.copy([5, 2, 7], (), 0, 1)
+    assert len(pages) == 2
+    theirs = [other.clone() for other in others]
+    others[0].fill_(float("nan"))  # What is copied is not copied again.
+    for begin, end in ((1, 3), (3, None)):
+        assert mapped.copy([5, 2], pages, begin, end) == pages
+    staged.write([4, 3], pages)
+    assert all(torch.equal(pool[[4, 3]], other[[5, 2]]) for pool, other in zip(pools, theirs, strict=True))
 
 
 def test_pages_are_copied_to_host_memory_and_back_unchanged() -> None:

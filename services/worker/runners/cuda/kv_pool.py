@@ -92,8 +92,9 @@ class GpuPool:
         return [line.tobytes() for line in lines]
 
     def on_layers(self, call: LayersComputed) -> None:
-        """Call this as layers of a step are computed, while the engine's thread waits for it."""
-        self.call = call
+        """Call this as layers of a step are computed, while the engine's thread waits for it; never on a CPU."""
+        if self._side is not None:
+            self.call = call
 
     def keep(self, blocks: list[int]) -> Sequence[Contents]:
         """Copies of computed blocks in host memory; fewer if there is no room. Steps in flight continue, and steps
