@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -539,8 +540,10 @@ def finish(engine: GenerationEngine, asked: Asked) -> list[bytes]:
     """Runs the engine until the request is answered. -> what the pool has."""
     while engine.has_work():
         engine.step()
+    until_s = time.monotonic() + 60
     while not asked.ended.is_set():
         engine._move_blocks()
+        assert time.monotonic() < until_s
     assert engine.runner.kv is not None
     return engine.runner.kv.read(engine.planner.pool.match(asked.read.keys))
 
