@@ -170,7 +170,7 @@ def lend(engine: GenerationEngine, process: PoolProcess, prompt: list[int], runn
             process.ask("begin", list(part.blocks), part.begin, part.end)
             beside.append(running())
         else:
-            contents.extend(process.ask("finish", list(part.blocks), part.begin, own))
+            contents.extend(process.ask("finish", list(part.blocks), part.begin, own[: len(part.blocks)]))
 
     loan = BlockLoan(keys_of(prompt), True, lent, in_parts=True)
     engine.lend_blocks(loan)
