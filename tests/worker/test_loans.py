@@ -60,7 +60,11 @@ class Book:
         self.now = 0.0
         self.step: dict[bytes, int] = {}
         """The blocks that the running step computes."""
-        self.loans = BlockLoans(self.pool, lambda: None, partial(computing, self.step), lambda: self.now)
+        self.settled = True
+        """Whether all that was written to the pool is in place."""
+        self.loans = BlockLoans(
+            self.pool, lambda: None, partial(computing, self.step), lambda: self.settled, lambda: self.now
+        )
         self.parts: list[LentBlocks | None] = []
 
     @property
@@ -103,6 +107,25 @@ def test_lent_blocks_are_kept_until_they_are_returned() -> None:
     loan.returned = 10
     book.loans.serve()
     assert book.answers[1:] == [None]
+    assert len(book.crowd()) == BLOCKS
+    book.pool.check()
+
+
+def test_blocks_are_not_lent_before_what_was_fetched_is_in_place() -> None:
+    book = Book()
+    first, book.settled = book.compute(0, 2), False
+    loan = book.lend()
+    assert book.answers == []
+    assert book.loans.serve(), "called again at once"
+    book.settled = True
+    assert not book.loans.serve()
+    assert book.answers == [first]
+    assert loan.lent == 2
+    book.settled, loan.returned = False, 1
+    book.loans.serve()
+    assert set(book.crowd()) & set(first) == {first[0]}, "blocks are given back all the same"
+    loan.cancelled = True
+    book.loans.serve()
     assert len(book.crowd()) == BLOCKS
     book.pool.check()
 

@@ -443,7 +443,7 @@ class DevicePool:
     """The CPU's pool as a device's: it reports no layers by itself."""
 
     def __init__(self, kv: Any) -> None:
-        self._kv, self.beside = kv, True
+        self._kv, self.beside, self.settled = kv, True, True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kv, name)
@@ -582,7 +582,7 @@ def test_blocks_that_were_written_behind_a_step_are_not_read_within_it() -> None
     asked = Asked(engine, prompt)
     engine.submit(prompt_job(prompt))
     engine.step()
-    device.kv.beside = False
+    device.kv.settled = False
     device.at[0] = asked.add
     engine.step()
     assert asked.begun == []

@@ -42,7 +42,7 @@ class FakePool:
 
     block_bytes = BLOCK_BYTES
     host_block_s = 0.0
-    beside = False
+    beside, settled = False, True
     broken = False
     """The step that computes the layers will fail."""
 

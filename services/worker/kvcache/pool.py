@@ -47,8 +47,11 @@ class LayeredPool(KvPool, Protocol):
 
     @property
     def beside(self) -> bool:
-        """Whether other blocks can be read while layers are computed: a device computes them, not the engine's thread,
-        and all that was written to the pool is in place."""
+        """Whether a device computes the layers, so that the engine's thread can read other blocks meanwhile."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that was written to the pool is in place: what is copied out of it by others is then right."""
 
     def read_layers(self, blocks: list[int], begin: int, end: int, /) -> list[bytes]:
         """Of the contents of blocks, those of layers `begin` to `end`, which are computed."""

@@ -47,10 +47,11 @@ class BlockLoans:
         pool: BlockPool,
         wake: Callable[[], None],
         computing: Computing = lambda keys: [],
+        settled: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """wake() makes the engine call `serve`."""
-        self._pool, self._wake, self._computing, self._clock = pool, wake, computing, clock
+        """wake() makes the engine call `serve`. settled(): all that was written to the pool is in place."""
+        self._pool, self._wake, self._computing, self._settled, self._clock = pool, wake, computing, settled, clock
         self._new: deque[BlockLoan] = deque()
         self._loans: dict[BlockLoan, _Lent] = {}
 
@@ -71,14 +72,16 @@ class BlockLoans:
         """The blocks that are lent."""
         return (block for lent in self._loans.values() for block in lent.blocks)
 
-    def serve(self) -> None:
-        """Take back what was copied, lend what was computed, end what is over."""
+    def serve(self) -> bool:
+        """Take back what was copied, lend what was computed, end what is over. -> whether to call again at once:
+        blocks that were fetched are not in place yet, and a borrower would copy what was there before."""
         if not self._new and not self._loans:
-            return
-        now = self._clock()
+            return False
+        now, settled = self._clock(), self._settled()
         self._take_new(now)
         for loan, lent in list(self._loans.items()):
-            self._serve(loan, lent, now)
+            self._serve(loan, lent, now, settled)
+        return not settled
 
     def layers_computed(self, computed: int, layers: int) -> bool:
         """Name these layers of the blocks of the step for the loans that wait for them. -> whether there are any
@@ -103,12 +106,14 @@ class BlockLoans:
         while self._new:
             self._loans[self._new.popleft()] = _Lent(now + FOLLOW_S)
 
-    def _serve(self, loan: BlockLoan, lent: _Lent, now: float) -> None:
+    def _serve(self, loan: BlockLoan, lent: _Lent, now: float, settled: bool) -> None:
         if loan.returned > lent.freed:
             lent.until = now + (LOAN_S if loan.lent > loan.returned else FOLLOW_S)
             self._free(lent, loan.returned - lent.freed)
         if loan.cancelled:
             self._end(loan, lent)
+            return
+        if not settled:
             return
         room = self._pool.total // _LEAST_LEFT - sum(len(each.blocks) for each in self._loans.values())
         found = self._pool.match(loan.keys[loan.lent : loan.lent + max(room, 0)])

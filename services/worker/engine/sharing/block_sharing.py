@@ -18,10 +18,10 @@ class BlockSharing:
         """kv: None if blocks have no contents. wake() makes the engine call `serve`."""
         self._planner = planner
         self.reads = BlockReads(planner.pool, kv, wake, self._computing)
-        self.loans = BlockLoans(planner.pool, wake, self._computing)
+        self._kv = kv if isinstance(kv, LayeredPool) else None
+        self.loans = BlockLoans(planner.pool, wake, self._computing, lambda: self._kv is None or self._kv.settled)
         self._rows: Sequence[Row] = ()
         self._handoffs = False
-        self._kv = kv if isinstance(kv, LayeredPool) else None
         if self._kv is not None:
             self._kv.on_layers(self._layers_computed)
 
@@ -32,8 +32,8 @@ class BlockSharing:
 
     def serve(self) -> bool:
         """Lend, and read, what is computed. -> whether there is more to read at once."""
-        self.loans.serve()
-        return self.reads.serve()
+        more = self.loans.serve()
+        return self.reads.serve() or more
 
     def step_begins(self, rows: Sequence[Row]) -> None:
         """A step with these rows is launched, and perhaps computed at once. The launch before it may have failed."""
@@ -61,6 +61,6 @@ class BlockSharing:
     def _layers_computed(self, computed: int, layers: int) -> bool:
         """As `LayersComputed`. For a prompt that is handed off others will ask soon, if they have not."""
         asked = self.loans.layers_computed(computed, layers) | self.reads.layers_computed(computed, layers)
-        if self._kv is not None and self._kv.beside:
+        if self._kv is not None and self._kv.beside and self._kv.settled:
             self.serve()  # The thread would wait for the step otherwise.
         return asked or self._handoffs

@@ -18,7 +18,7 @@ class CpuPool:
 
     host_block_s = 0.0
     """Blocks are in host memory already."""
-    beside = False
+    beside, settled = False, True
     """The engine's thread computes the layers itself."""
 
     def __init__(self, config: ModelConfig, blocks: int, block_size: int, stored: torch.dtype) -> None:

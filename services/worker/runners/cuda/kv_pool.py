@@ -37,14 +37,14 @@ class GpuPool:
         """Is called as layers of a step are computed."""
         self._host_pages: HostPages | None = None
         self._staged_pages: StagedPages | None = None
-        on_gpu = device.type == "cuda"
+        self.beside = on_gpu = device.type == "cuda"
+        """Whether blocks can be read while layers of a step are computed."""
         # Its kernels are small, and the steps' large ones leave no room for those that may wait.
         self._side: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
 
     @property
-    def beside(self) -> bool:
-        """Whether blocks can be read while layers of a step are computed: what was written is behind the steps that
-        were launched before."""
+    def settled(self) -> bool:
+        """Whether all that was written is in place: it is behind the steps that were launched before."""
         return self._written is None or bool(self._written.query())
 
     def allocate(self, blocks: int) -> None:
