@@ -3,8 +3,6 @@
 Knows the planner and a runner that it is handed, no device, no checkpoint and no network.
 """
 
-import logging
-import math
 import threading
 import time
 from collections import deque
@@ -15,12 +13,12 @@ from typing import Any
 
 from services import failpoints
 from services.worker.engine import packing
-from services.worker.engine.acceptance import ending_at_arrival
 from services.worker.engine.active_job import ActiveJob
 from services.worker.engine.adapters import AdapterLoads
 from services.worker.engine.answers import advance
 from services.worker.engine.base import GENERATE, BlockLoan, BlockRead, EngineEvents
 from services.worker.engine.inbox import Arrival, Inbox, Prefetch
+from services.worker.engine.job_table import JobTable
 from services.worker.engine.packing import SlotEdits
 from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
@@ -30,16 +28,7 @@ from services.worker.engine.step_times import StepTimes
 from services.worker.engine.steps_in_flight import StepInFlight, StepPart
 from services.worker.engine.structured import FormedRow, StructuredJobs, likely, refused
 from services.worker.errors import CheckpointError
-from services.worker.job import (
-    Ended,
-    EndReason,
-    Failure,
-    GuessCounts,
-    Job,
-    SamplingParams,
-    Stats,
-    StepOutput,
-)
+from services.worker.job import EndReason, GuessCounts, Job, SamplingParams, Stats, StepOutput
 from services.worker.kvcache.tiers import BlockStore, HostStore, Peers
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.planner.block_pool import BlockPool
@@ -50,8 +39,6 @@ from services.worker.runners.step import MOST_GUESSES
 from services.worker.speculative.speculation import Speculation
 from services.worker.structured.base import Forms
 
-log = logging.getLogger(__name__)
-
 IDLE_WAIT_S = 0.5
 """How long an engine sleeps at a time while there is nothing to do."""
 _FETCH_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed while all jobs wait for blocks
@@ -61,9 +48,6 @@ _LARGE_STEP = 512
 """In a step of this many rows or more the engine delivers the first tokens of answers before it looks at the other
 rows, which takes some milliseconds. In a smaller step clients would gain less, for one more message to each gateway."""
 _NO_GUESSES = GuessCounts()
-
-_NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
-_INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
 
 
 class GenerationEngine:
@@ -110,11 +94,8 @@ class GenerationEngine:
             stages=options.pipeline_parallel,
         )
         self._adapters = AdapterLoads(self.planner.adapters, adapter_pages)
-        self._eos_token_ids, self._fingerprint = frozenset(eos_token_ids), b""
-        self._jobs: dict[int, ActiveJob] = {}
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._scored = ScoredPrompts()
-        self._next_deadline_s = math.inf
-        """No job has an earlier one."""
         self._computed: list[Sequence] = []
         """Those whose prompts were computed in this step."""
         self._in_flight: deque[StepInFlight] = deque()
@@ -129,6 +110,11 @@ class GenerationEngine:
             self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake,
             lambda blocks: self.speculation.overwritten(blocks) if self.speculation else None,
         )  # fmt: skip
+        self._jobs = JobTable(
+            self.planner, self.prefixes, self._scored, self._structured, runner.kv,
+            lambda sequence: self.speculation.ended(sequence) if self.speculation else None,
+            memory.max_seq_length, self._eos_token_ids,
+        )  # fmt: skip
         self._sharing = BlockSharing(self.planner, runner.kv, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
@@ -141,7 +127,7 @@ class GenerationEngine:
     def use_fingerprint(self, fingerprint: bytes) -> None:
         """Key blocks by this model: keys begin at `hashing.chain_root(job.salt, fingerprint)`. To be called before the
         engine runs."""
-        self._fingerprint = fingerprint
+        self._jobs.fingerprint = fingerprint
 
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier. To be called before the engine runs."""
@@ -249,7 +235,7 @@ class GenerationEngine:
         self._take_messages(output)
         self.prefixes.settle()
         self._adapters.settle()
-        self._end_expired(output)
+        self._jobs.end_expired(output)
         while self._may_launch() and self._launch_next(output):
             self._take_messages(output)  # A launch may take some time: jobs that arrived meanwhile join the next step.
         if self._in_flight:
@@ -321,7 +307,7 @@ class GenerationEngine:
                 edits.append(packing.admit(sequence, self._eos_token_ids))
             except Exception as error:
                 plan.drop(sequence)
-                self._fail(self._jobs[sequence.job.key], error, output)
+                self._jobs.fail(self._jobs[sequence.job.key], error, output)
         for row in plan.rows:
             if row.sequence.sent_blocks < len(row.sequence.blocks):
                 if self.speculation is not None:
@@ -388,7 +374,7 @@ class GenerationEngine:
             handle = self.runner.launch(words)
         except Exception as error:
             if len(rows) == 1:
-                self._fail(self._jobs[rows[0].sequence.job.key], error, output)
+                self._jobs.fail(self._jobs[rows[0].sequence.job.key], error, output)
                 return []
         else:
             self.planner.launched(rows)
@@ -404,7 +390,9 @@ class GenerationEngine:
         for part in step.parts:
             self.profiler.enter("waiting")
             prompts = range(part.answers(), len(part.rows))
-            self._sharing.awaits([part.rows[at] for at in prompts if self._job_of(part.rows[at], part.preemptions[at])])
+            self._sharing.awaits(
+                [part.rows[at] for at in prompts if self._jobs.of(part.rows[at], part.preemptions[at])]
+            )
             result = self.runner.collect(part.handle)
             self.profiler.enter("collecting")
             self._collect(part, result, output)
@@ -428,7 +416,7 @@ class GenerationEngine:
         self._undrawn = False
         for part in self._in_flight[0].parts:
             waiting = [
-                FormedRow(self._job_of(row, preemptions), row.guesses)
+                FormedRow(self._jobs.of(row, preemptions), row.guesses)
                 for row, preemptions in zip(part.rows, part.preemptions, strict=True)
                 if row.samples and row.sequence.job.params.structured
             ]
@@ -438,19 +426,13 @@ class GenerationEngine:
                 self.profiler.enter("launch")
                 self.runner.draw(part.handle, masks)
                 for job, error in failed:
-                    self._end(job, EndReason.ERROR, output, error=refused(error))
-
-    def _job_of(self, row: Row, preemptions: int) -> ActiveJob | None:
-        """The job of a row in flight; None if it ended or was paused meanwhile."""
-        sequence = row.sequence
-        job = self._jobs.get(sequence.job.key)
-        return None if job is None or job.sequence is not sequence or sequence.preemptions != preemptions else job
+                    self._jobs.end(job, EndReason.ERROR, output, error=refused(error))
 
     def _collect(self, part: StepPart, result: StepResult, output: StepOutput) -> None:
         """Look at what the rows have drawn. In a large step the prompts' rows, which are its last, come first, and what
         they have drawn is delivered before the others are looked at: clients wait for the beginnings of answers."""
         for place, scores in result.scores.items():
-            if self._job_of(part.rows[place], part.preemptions[place]) is not None:
+            if self._jobs.of(part.rows[place], part.preemptions[place]) is not None:
                 output.scores += self._scored.report(part.rows[place], scores)
         answers = len(part.rows)
         if answers >= _LARGE_STEP:
@@ -466,7 +448,7 @@ class GenerationEngine:
         for place in range(begin, end):
             row = part.rows[place]
             index += row.samples > 0
-            job = self._job_of(row, part.preemptions[place])
+            job = self._jobs.of(row, part.preemptions[place])
             if job is None:
                 continue  # These tokens are dropped.
             job.steps += 1
@@ -474,7 +456,7 @@ class GenerationEngine:
                 job.prefill_steps += 1
                 job.prefill_tokens += row.tokens
             if not result.finite[place]:
-                self._fail(job, None, output)
+                self._jobs.fail(job, None, output)
             elif row.samples:
                 self._advance(job, row, sampled, index, now, output)
             else:
@@ -500,7 +482,7 @@ class GenerationEngine:
             self.planner.commit(row, drawn)
         else:
             self.planner.commit(row, drawn[: ending.kept])
-            self._end(job, ending.reason, output, ending.stop_token_id, ending.error)
+            self._jobs.end(job, ending.reason, output, ending.stop_token_id, ending.error)
 
     def _count_guesses(self, job: ActiveJob, row: Row, drawn: int, output: StepOutput) -> None:
         assert self.speculation is not None
@@ -510,79 +492,17 @@ class GenerationEngine:
         if accepted:
             output.extra.append(accepted)
 
-    # ---- arrivals and ends ----
+    # ---- messages ----
 
     def _take_messages(self, output: StepOutput) -> None:
         while self.inbox.messages:
             message = self.inbox.messages.popleft()
             if isinstance(message, Arrival):
-                self._accept(message, output)
-                continue
-            if isinstance(message, Prefetch):
+                self._jobs.accept(message, output)
+            elif isinstance(message, Prefetch):
                 self.prefixes.prefetch(message.source, message.keys)
-                continue
-            job = self._jobs.get(message.key)
-            if job is None:
-                self._structured.cancel(message.key)
             else:
-                if message.position is not None:
-                    self.planner.cut(job.sequence, job.job.prompt_len + message.position)
-                self._end(job, EndReason.CANCELLED, output)
-
-    def _accept(self, arrival: Arrival, output: StepOutput) -> None:
-        """Put a job into the waiting queue, or end it if it cannot run."""
-        job, longest = arrival.job, self.memory.max_seq_length
-        assert job.key not in self._jobs, f"a job with key {job.key} is running"
-        sequence = Sequence(job, arrival.number, self.options.block_size, longest, self._fingerprint)
-        cancelled = self._structured.arrived(job.key)
-        matcher = None if isinstance(arrival.form, Failure) else arrival.form
-        active = self._jobs[job.key] = ActiveJob(sequence, arrival.at, self._eos_token_ids, matcher)
-        self._next_deadline_s = min(self._next_deadline_s, active.deadline_s)
-        self.planner.add(sequence)
-        self._scored.add(job)
-        if cancelled:
-            self._end(active, EndReason.CANCELLED, output)
-            return
-        ending = ending_at_arrival(sequence, arrival.form, self.planner, longest)
-        if ending is None:
-            self.prefixes.consider(sequence)
-        else:
-            self._end(active, ending.reason, output, error=ending.error)
-
-    def _end_expired(self, output: StepOutput) -> None:
-        now = time.monotonic()
-        if now < self._next_deadline_s:
-            return
-        for job in [job for job in self._jobs.values() if job.deadline_s <= now]:
-            self._end(job, EndReason.DEADLINE, output)
-        self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
-
-    def _fail(self, job: ActiveJob, error: Exception | None, output: StepOutput) -> None:
-        """End one job with an error. Blocks that it alone has are zeroed: no other job may find or reuse them as they
-        are. error: what its launch raised; None: its numbers are not finite."""
-        if error is not None:  # The text of an exception may quote the request.
-            log.error("job %d failed: %s", job.job.key, type(error).__name__)
-        own = job.sequence.blocks[job.sequence.published :]
-        if own and self.runner.kv is not None:
-            self.runner.kv.scrub(own)
-        self._end(job, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
-
-    def _end(
-        self,
-        job: ActiveJob,
-        reason: EndReason,
-        output: StepOutput,
-        stop_token_id: int | None = None,
-        error: Failure | None = None,
-    ) -> None:
-        key, sequence = job.job.key, job.sequence
-        self._scored.forget(key)
-        self.prefixes.forget(sequence)
-        if self.speculation is not None:
-            self.speculation.ended(sequence)
-        self.planner.remove(sequence)
-        del self._jobs[key]
-        output.ended.append(Ended(key, reason, sequence.position, job.cost(time.monotonic()), stop_token_id, error))
+                self._jobs.cancel(message, output)
 
     # ---- state for others ----
 
