@@ -190,7 +190,7 @@ def linear(
     if rows == 0:
         return out
     if tile is None and dense_hopper.serves(x):
-        alone = rows == 1 and not (gated and bias is not None)
+        alone = rows == 1 and weight.is_contiguous() and not (gated and bias is not None)
         if alone and (shape := dense_gemv.shape_for(n, k, gated)):
             return dense_gemv.linear(x, weight, bias, residual, gated, out, shape)
         tile = dense_hopper.shape_for(rows, n, k, gated)
