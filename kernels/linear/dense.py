@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kernels.activation import silu_and_mul
 from kernels.dependent_launch import launch_options, prefetch, wait
-from kernels.linear import cublaslt, dense_gemv, dense_hopper
+from kernels.linear import cublaslt, dense_hopper
 from kernels.linear.dense_hopper import Shape
+from kernels.linear.gemv import dense as dense_gemv
 from kernels.linear.split_k import Tile, finish, workspace
 
 

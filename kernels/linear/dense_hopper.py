@@ -111,9 +111,9 @@ def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr,
 
 
 @gluon.jit
-def _normalized(left, right, low, high, eps, some, half: gl.constexpr):
-    """The halves of a head, [64, BLOCK_M] each, normalized if it is `some`, and rounded as by a separate kernel."""
-    if some:
+def _normalized(left, right, low, high, eps, has_norm, half: gl.constexpr):
+    """The halves of a head, [64, BLOCK_M] each, normalized if it has a norm, and rounded as by a separate kernel."""
+    if has_norm:
         inverse = gl.rsqrt((gl.sum(left * left, 0) + gl.sum(right * right, 0)) / 128 + eps)[None, :]
         left = (left * inverse * low).to(half).to(gl.float32)
         right = (right * inverse * high).to(half).to(gl.float32)

@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 
 from kernels.device import is_hopper, processors
-from kernels.linear import packed_gemv, packed_prefill
+from kernels.linear import packed_prefill
+from kernels.linear.gemv import packed as packed_gemv
 from kernels.linear.gluon_common import NO_POOL, descriptor, pool_arguments
 from kernels.linear.packed import PackedWeight
 from kernels.linear.packed_hopper_kernel import packed_hopper_kernel

@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options
-from kernels.linear import dense_gemv, dense_hopper, packed_gemv
+from kernels.linear import dense_hopper
 from kernels.linear.dense import multiply
 from kernels.linear.dense_hopper import Shape
+from kernels.linear.gemv import dense as dense_gemv
+from kernels.linear.gemv import packed as packed_gemv
 from kernels.linear.split_k import Tile, join, workspace
 from kernels.operands import Norm
 
@@ -77,8 +79,8 @@ def qkv_kernel(
 
 
 def tile_for(x: Tensor, outputs: int, dim: int, normed: bool = False) -> Tile | Shape | packed_gemv.Shape | None:
-    """The tile for x [M, K], a weight of so many outputs and this head dimension, or None where two kernels are as
-    fast. normed: queries and keys have norms. Measured on one H200."""
+    """The tile for x [M, K] and this head dimension, or None where two kernels are as fast. outputs: of the weight.
+    normed: queries and keys have norms. Measured on one H200."""
     if x.dtype == torch.float32:
         return None
     alone = len(x) == 1 and not normed and dim in (64, 128) and dense_hopper.serves(x)

@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
-from kernels.linear import dense_gemv, dense_hopper, packed_gemv
+from kernels.linear import dense_hopper
+from kernels.linear.gemv import dense as dense_gemv
+from kernels.linear.gemv import packed as packed_gemv
+from kernels.linear.gemv.packed import Shape
 from kernels.linear.packed import PackedWeight
-from kernels.linear.packed_gemv import Shape
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm, NormKind
 

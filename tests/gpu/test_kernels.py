@@ -12,8 +12,10 @@ if not torch.cuda.is_available():
 
 from kernels import activation, attention, block_copy, kv_pages, norm, rope_kv
 from kernels.device import is_hopper
-from kernels.linear import cublaslt, dense, dense_gemv, dense_hopper, packed_gemv
+from kernels.linear import cublaslt, dense, dense_hopper
 from kernels.linear.dense_hopper import Shape
+from kernels.linear.gemv import dense as dense_gemv
+from kernels.linear.gemv import packed as packed_gemv
 from kernels.linear.split_k import Tile
 from kernels.operands import Scores
 from kernels.reference import layers as reference

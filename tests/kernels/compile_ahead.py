@@ -40,7 +40,6 @@ from kernels.attention import packed_texts, short_prefill
 from kernels.drafts import draft_pass, guesses, hidden_states, parallel_draft
 from kernels.linear import (
     dense,
-    dense_gemv,
     dense_hopper,
     fp8,
     nf4,
@@ -51,6 +50,7 @@ from kernels.linear import (
     resident_norm_hopper,
     split_k,
 )
+from kernels.linear.gemv import dense as dense_gemv
 from kernels.linear.split_k import Tile
 from kernels.lora import fused
 from kernels.moe import grouped, grouped_fp8, one_token, routing
@@ -681,7 +681,7 @@ RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quanti
 def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
     """Weights for products of a few rows, some with as many inputs as their shape takes; the rows, whether they are
     gated, and the head dimension of queries, keys and values or 0."""
-    from kernels.linear.packed_gemv import (
+    from kernels.linear.gemv.packed import (
         FEWEST_INPUTS_OF_MANY_TILES,
         LONG_INPUTS,
         MAX_INPUTS,
@@ -724,8 +724,8 @@ def row_cases() -> Iterator[tuple[str, RowWeight, int, bool, int]]:
 
 def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of one row and of a few, in shapes that are served."""
-    from kernels.linear import packed_gemv
-    from kernels.linear.gemv_kernel import gemv_kernel
+    from kernels.linear.gemv import packed as packed_gemv
+    from kernels.linear.gemv.kernel import gemv_kernel
     from kernels.linear.gluon_common import NO_POOL, pool_arguments
 
     for name, weight, rows, gated, dim in row_cases():
@@ -748,8 +748,8 @@ def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
 
 def compile_listed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of the experts of one token, in shapes that are served."""
-    from kernels.linear import packed_gemv
-    from kernels.linear.gemv_kernel import gemv_kernel
+    from kernels.linear.gemv import packed as packed_gemv
+    from kernels.linear.gemv.kernel import gemv_kernel
 
     fp8, blocks, int4, coarse = "fp8", "blocks", "int4", "int4 of float32 scales"
     cases = (

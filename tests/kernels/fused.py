@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels import attention, linear, quantized_weights
-from kernels.linear import packed_gemv, qkv_rope
+from kernels.linear import qkv_rope
 from kernels.linear.dense_hopper import Shape
+from kernels.linear.gemv import packed as packed_gemv
 from kernels.linear.split_k import Tile
 from kernels.operands import Norm
 from kernels.quantized_weights import Weight

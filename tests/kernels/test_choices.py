@@ -13,17 +13,10 @@ import torch
 from kernels import attention, device, kv_pages
 from kernels.attention import decode_hopper
 from kernels.attention.short_prefill import serves_short_prefill
-from kernels.linear import (
-    dense_gemv,
-    fp8,
-    packed_gemm,
-    packed_gemv,
-    packed_hopper,
-    packed_prefill,
-    resident_hopper,
-    resident_norm_hopper,
-)
-from kernels.linear.gemv_kernel import _octet
+from kernels.linear import fp8, packed_gemm, packed_hopper, packed_prefill, resident_hopper, resident_norm_hopper
+from kernels.linear.gemv import dense as dense_gemv
+from kernels.linear.gemv import packed as packed_gemv
+from kernels.linear.gemv.kernel import _octet
 from kernels.linear.packed import PackedWeight, pack_weight
 from kernels.lora import AdapterStack, fused
 from kernels.moe import grouped, grouped_fp8

@@ -11,6 +11,7 @@ from typing import Any
 from services.worker.build.choose import BuiltEngine, build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Ended, Job, SamplingParams, StepOutput, TokenOut
+from services.worker.models.decoder import Decoder
 from services.worker.options import EngineOptions
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner
@@ -41,6 +42,20 @@ def decoder_of(engine: GenerationEngine) -> DecoderRunner:
 
     assert isinstance(engine.runner, GpuRunner)
     return engine.runner
+
+
+def fail_last_layer(model: Decoder) -> None:
+    """Make the next step fail before its last layer, after what is called between layers."""
+    between, last = model.between_layers, len(model.layers) - 1
+    assert between is not None
+
+    def fail(layer: int) -> None:
+        between(layer)
+        if layer == last:
+            model.between_layers = between
+            raise RuntimeError("a fault")
+
+    model.between_layers = fail
 
 
 class Recorded:

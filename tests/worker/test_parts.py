@@ -27,7 +27,7 @@ from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.cuda.layer_events import LayerEvents
 from services.worker.runners.step import Words
 from tests.checkpoints import SMALL_DEMO
-from tests.worker.drive import decoder_of, job, open_engine, prompt_of
+from tests.worker.drive import decoder_of, fail_last_layer, job, open_engine, prompt_of
 from tests.worker.test_loans import KEYS, LAYERS, Book, Mapped, Memory, Scene, content, scenery, until
 from tests.worker.test_peers import FakePool
 from tests.worker.test_slow_links import FINGERPRINT, keys_of
@@ -701,17 +701,7 @@ def test_layers_of_blocks_that_are_not_lent_after_their_step_do_not_count() -> N
 def test_layers_of_a_launch_that_failed_are_read_again() -> None:
     """Its rows are launched once more, in halves, before anything is published."""
     engine = open_engine(SMALL_DEMO, fingerprint=FINGERPRINT, kv_blocks=64, threads=1, step_tokens=256)
-    model = decoder_of(engine).model
-    between, last = model.between_layers, len(model.layers) - 1
-    assert between is not None
-
-    def fail(layer: int) -> None:
-        between(layer)
-        if layer == last:
-            model.between_layers = between
-            raise RuntimeError("a fault")
-
-    model.between_layers = fail
+    fail_last_layer(decoder_of(engine).model)
     prompt = prompt_of(100, seed=17)
     asked = Asked(engine, prompt)
     asked.add()

@@ -32,7 +32,7 @@ from services.worker.service.block_sender import BlockSender
 from tests.checkpoints import Shape, make_checkpoint
 from tests.faults.proxy import Proxy
 from tests.ports import free_port
-from tests.worker.drive import decoder_of, job, open_engine, prompt_of
+from tests.worker.drive import decoder_of, fail_last_layer, job, open_engine, prompt_of
 from tests.worker.test_peers import Service
 from tests.worker.test_tiers import slow_prefill
 from weft.launch.demo_model import model_folder
@@ -245,15 +245,6 @@ async def test_layers_of_a_step_that_failed_are_sent_again() -> None:
 
     async with pair(model_folder(), step_tokens=TOKENS) as workers:
         first, model = workers.first, decoder_of(workers.first.engine).model
-        between, last = model.between_layers, len(model.layers) - 1
-        assert between is not None
-
-        def fail(layer: int) -> None:
-            between(layer)
-            if layer == last:
-                model.between_layers = between
-                raise RuntimeError("a fault")
-
         await workers.measure()
         workers.service.damage = record
         prompt = prompt_of(TOKENS, seed=1000)
@@ -261,7 +252,7 @@ async def test_layers_of_a_step_that_failed_are_sent_again() -> None:
         async with asyncio.timeout(60):
             while not first.engine._sharing.reads._reads:  # noqa: ASYNC110 - another thread changes it
                 await asyncio.sleep(0.005)
-        model.between_layers = fail
+        fail_last_layer(model)
         first.engine.submit(job(1000, prompt, max_tokens=2, handoff=True))
         assert (await first.end_of(1000)).error is not None
         first.engine.submit(job(1001, prompt, max_tokens=2, handoff=True))

@@ -1,6 +1,6 @@
 """The copies of one loan's blocks: which layers of them were copied, and which copies are whole. Knows no messages.
 
-Layers of a block may be copied before the block is lent. They count only if the other worker says so when it lends it.
+Layers of a block may be copied before the block is lent. They count only if the lender names them when it lends it.
 """
 
 from collections import deque
@@ -63,7 +63,7 @@ class LoanCopies:
                     copy.contents, copy.layers = contents, layers
 
     def lend(self, places: Sequence[int], first: int) -> None:
-        """These blocks are lent. first: so many layers that were copied of them count."""
+        """Note that these blocks are lent. first: the number of their layers whose copies count."""
         begun, self._begun = self._begun[: len(places)], self._begun[len(places) :]
         known = {copy.place: copy for copy in begun}
         for place in places:

@@ -17,7 +17,7 @@ _POLL_S, _LAST_POLL_S = 0.0005, 0.0001
 end."""
 
 Mark = tuple[int, Any]
-"""So many layers are computed when this event is complete."""
+"""The number of layers that are computed when the event is complete, and the event."""
 
 
 class LayerEvents:

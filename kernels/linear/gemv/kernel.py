@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.linear.chosen_experts import chosen_keys, divisor_of, expert_of, key_at, score_of
+from kernels.linear.gemv.chosen_experts import chosen_keys, divisor_of, expert_of, key_at, score_of
 from kernels.linear.gluon_common import angles_of, store_rotated
 from kernels.linear.packed import minus_zero, numbers
 

@@ -1,6 +1,6 @@
 """Chooses program shapes for, and launches, the Hopper kernel for one row of x or a few and packed weights.
 
-M rows, N outputs, K inputs; the kernel is in `kernels.linear.gemv_kernel`.
+M rows, N outputs, K inputs; the kernel is in `kernels.linear.gemv.kernel`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import processors
-from kernels.linear.gemv_kernel import gemv_kernel
+from kernels.linear.gemv.kernel import gemv_kernel
 from kernels.linear.gluon_common import NO_EXPERTS, NO_POOL, descriptor
 from kernels.linear.packed import CHUNK, PackedWeight
 

@@ -1,6 +1,6 @@
 """Chooses program shapes for, and launches, the Hopper kernel for one row of x and 16-bit weights.
 
-N outputs, K inputs; the kernel is in `kernels.linear.gemv_kernel`. It also takes a few rows, for which
+N outputs, K inputs; the kernel is in `kernels.linear.gemv.kernel`. It also takes a few rows, for which
 `kernels.linear.dense_hopper` is as fast or faster.
 """
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.device import processors
-from kernels.linear.gemv_kernel import gemv_kernel
+from kernels.linear.gemv.kernel import gemv_kernel
+from kernels.linear.gemv.packed import MULTIPROCESSORS, WARPS, Shape, block_of
 from kernels.linear.gluon_common import NO_EXPERTS, NO_POOL, descriptor, pool_arguments
-from kernels.linear.packed_gemv import MULTIPROCESSORS, WARPS, Shape, block_of
 
 PANEL = 64
 """Inputs of a chunk: 128 bytes of a row."""
